@@ -17,6 +17,8 @@ from lightning_ssd.planning import plan_for_least_memory
 from tests.support.profiles import H100, make_model
 
 ROOT = Path(__file__).parent.parent
+MACHINE = str(ROOT / "configs/machines/h100.json")
+GPT = str(ROOT / "recipes/gpt.yaml")
 RECIPE = """
 model:
   class_path: lightning.pytorch.demos.boring_classes.BoringModel
@@ -179,7 +181,10 @@ class TestRun:
         ("argv", "message"),
         [
             ([], "required: COMMAND"),
-            (["run"], "required: RECIPE"),
+            (["run"], "lightning-ssd run: error: the following arguments are required: RECIPE"),
+            (["plan"], "lightning-ssd plan: error: the following arguments are required: RECIPE"),
+            (["profile", GPT, "--out"], "lightning-ssd profile: error: argument --out: expected one argument"),
+            (["plan", GPT, "--machine", MACHINE, "--none"], "lightning-ssd plan: error: .*no key 'none'"),
             (["run", "none.yaml"], "there is no recipe file 'none.yaml'"),
             (["run", "gtp"], "no recipe of the package has that name: bert, .* Did you mean 'gpt'?"),
             (["run", "recipe.yaml", "-c", "none.yaml"], "none.yaml"),
@@ -212,7 +217,8 @@ class TestRun:
         Path("gpt.yaml").touch()
         assert _exit(argv) == 2
         shown = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("Seed set to")]
-        assert len(shown) == 1 and re.search(rf"lightning-ssd.*: error: .*{message}", shown[0]), shown
+        assert len(shown) == 1 and re.search("lightning-ssd.*: error: .", shown[0]), shown
+        assert re.search(message, shown[0])
 
     def test_a_recipe_of_the_package_is_found_by_name(self, capsys: pytest.CaptureFixture[str]) -> None:
         """And configurations; a file of that name comes first."""
@@ -311,12 +317,10 @@ class TestLightning:
 
 
 class TestPlan:
-    MACHINE = str(ROOT / "configs/machines/h100.json")
-    RECIPE = str(ROOT / "recipes/gpt.yaml")
     LARGE = str(ROOT / "configs/models/gpt-h12288-l3.yaml")
 
     def test_a_replay_varies_bandwidth_host_memory_and_drives(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert cli.main(["plan", self.RECIPE, "--machine", self.MACHINE, "--replay"]) == 0
+        assert cli.main(["plan", GPT, "--machine", MACHINE, "--replay"]) == 0
         printed = capsys.readouterr().out
         for said in ("128 GB/s", "Teraio", "this plan", "number of this machine's drives"):
             assert said in printed
@@ -326,8 +330,8 @@ class TestPlan:
     @pytest.mark.thorough
     def test_a_replay_takes_lifetimes_of_a_file(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """The operators of the file take 10,000 times as long as traced ones, and save 1,000 times as many bytes."""
-        shape = ["--machine", self.MACHINE, "--batch", "input_ids=2x64:int64"]
-        assert cli.main(["profile", self.RECIPE, *shape, "--out", "traced"]) == 0
+        shape = ["--machine", MACHINE, "--batch", "input_ids=2x64:int64"]
+        assert cli.main(["profile", GPT, *shape, "--out", "traced"]) == 0
         content = json.loads((tmp_path / "traced/lifetimes.json").read_text())
         for one in content["operators"]:
             one["start"], one["end"] = 1e4 * one["start"], 1e4 * one["end"]
@@ -335,22 +339,22 @@ class TestPlan:
             one["nbytes"] *= 1000 if one["kind"] == "saved tensor" else 1
         (tmp_path / "measured.json").write_text(json.dumps(content))
         capsys.readouterr()
-        smaller = json.loads(Path(self.MACHINE).read_text()) | {"gpu_bytes": 3 * 10**9}
+        smaller = json.loads(Path(MACHINE).read_text()) | {"gpu_bytes": 3 * 10**9}
         (tmp_path / "smaller.json").write_text(json.dumps(smaller))
-        small = ["plan", self.RECIPE, *shape, "--machine", "smaller.json"]
+        small = ["plan", GPT, *shape, "--machine", "smaller.json"]
         assert cli.main([*small, "--replay", "--lifetimes", "measured.json"]) == 0
         found = re.search(r" 4 GB/s +(0\.\d+) +(\S+)\n", capsys.readouterr().out)
         assert found is not None and 0.1 < float(found[1]) < float(found[2]) == 1  # what is traced has room
         wrong = {"tokens": 64, "name": "Other"}
         for field, value in wrong.items():
             (tmp_path / "wrong.json").write_text(json.dumps(content | {field: value}))
-            assert _exit(["plan", self.RECIPE, *shape, "--replay", "--lifetimes", "wrong.json"]) == 2
+            assert _exit(["plan", GPT, *shape, "--replay", "--lifetimes", "wrong.json"]) == 2
             assert "Measure both with the same recipe and options" in capsys.readouterr().err
 
     def test_plan_predicts_the_memory_and_time_of_a_recipe(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        argv = ["plan", self.RECIPE, "-c", self.LARGE, "--machine", self.MACHINE, "--save", "plan.yaml"]
+        argv = ["plan", GPT, "-c", self.LARGE, "--machine", MACHINE, "--save", "plan.yaml"]
         assert cli.main([*argv, "--verbose", "--tbw", "600", "--trainer.accumulate_grad_batches", "4"]) == 0
         printed = capsys.readouterr().out
         for said in (
@@ -391,35 +395,13 @@ class TestPlan:
         assert "bound by    ssd" in printed and "would help" in printed and "twice the RAM" not in printed
 
     def test_measures_this_machine(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert cli.main(["plan", "--save-machine", "here.json", self.RECIPE]) == 0
-        assert cli.main(["plan", "--machine", "here.json", self.RECIPE, "--planner", "lohan"]) == 0
+        assert cli.main(["plan", "--save-machine", "here.json", GPT]) == 0
+        assert cli.main(["plan", "--machine", "here.json", GPT, "--planner", "lohan"]) == 0
         printed = capsys.readouterr().out
         assert printed.count("It fits.") == 2 and "by a plan of SwapPlanner" in printed
         assert {path.name for path in tmp_path.iterdir()} == {"here.json", "recipe.yaml"}
 
-    @pytest.mark.parametrize(
-        ("argv", "message"),
-        [
-            (["plan", "missing.yaml"], "there is no recipe file 'missing.yaml'"),
-            (["plan", RECIPE, "--machine", MACHINE, "--measure", "."], "exclude each other"),
-            (["plan", RECIPE, "--trainer.default_root_dir=missing"], "'missing' is not a directory.*--measure DIR"),
-            (["plan", RECIPE, "--machine", MACHINE, "--planner", "guess"], "--planner: invalid choice: 'guess'"),
-            (["plan", RECIPE, "--machine", RECIPE], "is YAML, and a machine file is JSON: .*--save-machine"),
-            (["plan", RECIPE, "--machine", "rtx-409"], "no machine of the package .* Did you mean 'rtx-4090'"),
-            (["plan", RECIPE, "--machine", MACHINE, "--lifetimes", MACHINE], "--lifetimes is for --replay"),
-            (["plan", RECIPE, "--machine", MACHINE, "--replay", "--lifetimes", MACHINE], "has no `version`"),
-            (["plan", "binary", "--save", "no/such.yaml"], "argument --save: there is no folder 'no'"),
-            (["plan", "show", "missing.yaml"], "`plan show` takes one file.*: there is no file 'missing.yaml'"),
-            (["plan", "show", RECIPE], "unknown entry|lacks the entry"),
-        ],
-    )
-    def test_refuses(self, argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-        assert _exit(argv) == 2
-        assert re.search(message, capsys.readouterr().err)
 
-
-MACHINE = str(ROOT / "configs/machines/h100.json")
-GPT = str(ROOT / "recipes/gpt.yaml")
 BAD: dict[str, tuple[list[str], str]] = {
     "run: a directory": (["run", "folder"], "there is no recipe file 'folder'"),
     "run: no text": (["run", "binary"], "binary"),
@@ -429,7 +411,6 @@ BAD: dict[str, tuple[list[str], str]] = {
     "run: -c of a directory": (["run", "recipe.yaml", "-c", "folder"], "folder"),
     "run: -c of no text": (["run", "recipe.yaml", "-c", "binary"], "binary"),
     "run: -c of nothing": (["run", "recipe.yaml", "-c"], "expected one argument"),
-    "run: a value of another type": (["run", "recipe.yaml", "--trainer.max_steps", "many"], "max_steps"),
     "plan: a directory": (["plan", "folder", "--machine", MACHINE], "there is no recipe file 'folder'"),
     "plan: no text": (["plan", "binary", "--machine", MACHINE], "binary"),
     "plan: an empty file": (["plan", "empty", "--machine", MACHINE], "empty has no keys"),
@@ -456,6 +437,30 @@ BAD: dict[str, tuple[list[str], str]] = {
     "plan: another file as profile": (
         ["plan", GPT, "--machine", MACHINE, "--profile", MACHINE], "has no `units`: it is no file that ModelProfiler"
     ),
+    "plan: a missing file": (["plan", "missing.yaml"], "there is no recipe file 'missing.yaml'"),
+    "plan: two machines": (["plan", GPT, "--machine", MACHINE, "--measure", "."], "exclude each other"),
+    "plan: path is missing": (
+        ["plan", GPT, "--trainer.default_root_dir=missing"], "'missing' is not a directory.*--measure DIR"
+    ),
+    "plan: another planner": (
+        ["plan", GPT, "--machine", MACHINE, "--planner", "guess"], "--planner: invalid choice: 'guess'"
+    ),
+    "plan: machine is a recipe": (
+        ["plan", GPT, "--machine", GPT], "is YAML, and a machine file is JSON: .*--save-machine"
+    ),
+    "plan: another machine": (
+        ["plan", GPT, "--machine", "rtx-409"], "no machine of the package .* Did you mean 'rtx-4090'"
+    ),
+    "plan: lifetimes without a replay": (
+        ["plan", GPT, "--machine", MACHINE, "--lifetimes", MACHINE], "--lifetimes is for --replay"
+    ),
+    "plan: another file as lifetimes": (
+        ["plan", GPT, "--machine", MACHINE, "--replay", "--lifetimes", MACHINE], "has no `version`"
+    ),
+    "plan show: a missing file": (
+        ["plan", "show", "missing.yaml"], "`plan show` takes one file.*: there is no file 'missing.yaml'"
+    ),
+    "plan show: a recipe": (["plan", "show", GPT], "unknown entry|lacks the entry"),
     "plan: a batch without a dtype": (
         ["plan", GPT, "--machine", MACHINE, "--batch", "input_ids=2x64"], "`--batch input_ids=2x64` is no .* float32"
     ),
@@ -478,24 +483,6 @@ BAD: dict[str, tuple[list[str], str]] = {
     "export: shards of nothing": (["export", "good.ckpt", "out", "--shard", "0"], "--shard"),
     "export: like a file": (["export", "good.ckpt", "out", "--like", "empty"], "'empty' is not a directory"),
 }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["run"], "lightning-ssd run: error: the following arguments are required: RECIPE\n"),
-        (["plan"], "lightning-ssd plan: error: the following arguments are required: RECIPE\n"),
-        (["plan", GPT, "--machine"], "lightning-ssd plan: error: argument --machine: expected one argument"),
-        (["profile", GPT, "--out"], "lightning-ssd profile: error: argument --out: expected one argument"),
-        (["plan", GPT, "--machine", MACHINE, "--none"], "lightning-ssd plan: error: .*no key 'none'"),
-    ],
-    ids=["run", "plan", "plan option", "profile option", "unknown key"],
-)
-def test_errors_name_the_command_and_missing_arguments(
-    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert _exit(argv) == 2
-    assert re.search(message, capsys.readouterr().err)
 
 
 @pytest.mark.quick_cases(1)

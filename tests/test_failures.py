@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from lightning_ssd import ActivationOffload, PrefetchScheduler, SSDOffloadStrategy
-from lightning_ssd.activations import BudgetError
 from lightning_ssd.storage import ChecksumError, StorageError, StorageFullError
 from tests.support.compare import assert_same
 from tests.support.faults import FaultyBackend
@@ -58,19 +57,34 @@ class TestBeforeTheFirstStep:
             assert scratch_directories(root) == []
             assert package_threads() == []
 
-    def test_a_path_that_is_missing(self, tmp_path: Path) -> None:
-        for capacity in (None, "1MiB", "50%"):
-            arguments = {"path": tmp_path / "missing", "ssd_capacity": capacity}
-            self._refused(tmp_path, StorageError, "missing' does not exist.*mkdir", **arguments)
-
-    def test_a_path_that_is_a_file(self, tmp_path: Path) -> None:
-        file = tmp_path / "file"
-        file.touch()
-        self._refused(tmp_path, StorageError, "file' is not a directory", path=file)
-
-    def test_the_second_of_two_paths_is_missing(self, tmp_path: Path) -> None:
-        paths = [tmp_path, tmp_path / "missing"]
-        self._refused(tmp_path, StorageError, "missing' does not exist", path=paths)
+    @pytest.mark.parametrize(
+        ("arguments", "error", "message"),
+        [
+            *(
+                ({"path": "missing", "ssd_capacity": capacity}, StorageError, "missing' does not exist.*mkdir")
+                for capacity in (None, "1MiB", "50%")
+            ),
+            ({"path": "file"}, StorageError, "file' is not a directory"),
+            ({"path": [".", "missing"]}, StorageError, "missing' does not exist"),
+            (
+                {"path": "/sys/kernel"},
+                StorageError,
+                r"`path`.*/sys/kernel: \[E(PERM|ROFS|ACCES)\].*path",
+            ),  # also for root
+            ({"ssd_capacity": "99999TB"}, StorageFullError, "capacity 90.*available.*lower `ssd_capacity`"),
+            ({"ssd_capacity": 0}, ValueError, "capacity.*at least"),
+            *(
+                ({"host_memory": "1MiB", "tier": tier}, ValueError, "`host_memory` of 1.00 MiB is too small")
+                for tier in ("host", "ssd")
+            ),
+        ],
+    )
+    def test_arguments_that_fit_no_machine(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: Any, error: type[Exception], message: str
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        Path("file").touch()
+        self._refused(tmp_path, error, message, **arguments)
 
     def test_no_path_in_a_list(self) -> None:
         for build in (offloading, ActivationOffload):
@@ -84,27 +98,11 @@ class TestBeforeTheFirstStep:
                 with pytest.raises(ValueError, match="`path=.*names one directory twice"):
                     build(path=[tmp_path, other])
 
-    def test_a_path_on_a_filesystem_that_refuses_directories(self, tmp_path: Path) -> None:
-        """This also holds for root."""
-        self._refused(tmp_path, StorageError, r"`path`.*/sys/kernel: \[E(PERM|ROFS|ACCES)\].*path", path="/sys/kernel")
-
     @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
     def test_a_path_without_write_permission(self, tmp_path: Path) -> None:
         locked = tmp_path / "locked"
         locked.mkdir(mode=0o500)
         self._refused(tmp_path, StorageError, r"`path`.*EACCES.*writable", path=locked)
-
-    def test_more_capacity_than_the_disk_has(self, tmp_path: Path) -> None:
-        self._refused(
-            tmp_path, StorageFullError, "capacity 90.*available.*lower `ssd_capacity`", ssd_capacity="99999TB"
-        )
-
-    def test_no_capacity_at_all(self, tmp_path: Path) -> None:
-        self._refused(tmp_path, ValueError, "capacity.*at least", ssd_capacity=0)
-
-    def test_host_memory_that_is_too_small_for_a_tier(self, tmp_path: Path) -> None:
-        for tier in ("host", "ssd"):
-            self._refused(tmp_path, ValueError, "`host_memory` of 1.00 MiB is too small", host_memory="1MiB", tier=tier)
 
     @pytest.mark.parametrize("states", ["auto", "gpu", "host"])
     def test_a_class_of_units_that_the_model_lacks(self, states: Any, tmp_path: Path) -> None:
@@ -131,60 +129,6 @@ def test_the_capacity_is_allocated_before_the_first_step(tmp_path: Path) -> None
     assert taken[0] == 100_000_000 // 4096 * 4096
 
 
-class _Large(pl.LightningModule):
-    """Saves one tensor of 65 MiB, more than the least host memory that a tier may have, and small ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(1024))
-        self.losses: list[float] = []
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        small = (self.weight * 0.5).exp()
-        large = small.expand(65 * 256, 1024).exp().sum() * 1e-6
-        loss = large + (self.weight * 0.25).exp().sum()  # backward begins with the last one
-        self.losses.append(loss.item())
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
-class TestBudgets:
-    def _train(self, root: Path, strategy: Any) -> tuple[_Large, Watch]:
-        model, watch = _Large(), Watch()
-        make_trainer(root, strategy, callbacks=[PrefetchScheduler(window_bytes=0), watch]).fit(model, batches(3))
-        return model, watch
-
-    def test_host_memory_too_small_for_one_tensor(self, tmp_path: Path) -> None:
-        with pytest.raises(BudgetError, match=r"saved tensor of 65.00 MiB.*host tier.*`host_memory`.*'auto'"):
-            self._train(tmp_path, offloading(tier="host", host_memory="64MiB"))
-
-    def test_host_memory_too_small_for_one_tensor_under_ssdtrain_keeps_it(self, tmp_path: Path) -> None:
-        strategy = offloading(tier="host", host_memory="64MiB", offload="ssdtrain", min_bytes=4096)
-        model, _ = self._train(tmp_path, strategy)
-        assert model.losses == self._train(tmp_path, "auto")[0].losses
-
-    def test_tensors_too_large_for_the_host_are_offloaded_to_ssds(self, tmp_path: Path) -> None:
-        strategy = offloading(host_memory="64MiB", ssd_capacity=None, min_bytes=4096, staging_memory="128MiB")
-        model, watch = self._train(tmp_path, strategy)
-        assert model.losses == self._train(tmp_path, "auto")[0].losses
-        assert watch.bytes_out["host"] > 0
-        assert watch.bytes_out["ssd"] == 3 * 65 * 2**20
-
-    def test_ssd_capacity_too_small(self, tmp_path: Path) -> None:
-        trainer = make_trainer(tmp_path, offloading(ssd_capacity="8KiB"))
-        with pytest.raises(BudgetError, match="capacity 8.00 KiB.*`ssd_capacity`.*'auto'"):
-            trainer.fit(small_model(), batches())
-
-    def test_ssd_capacity_too_small_under_ssdtrain_keeps_the_rest(self, tmp_path: Path) -> None:
-        model, watch = small_model(), Watch()
-        strategy = offloading(ssd_capacity="8KiB", offload="ssdtrain")
-        make_trainer(tmp_path, strategy, callbacks=[watch]).fit(model, batches())
-        assert_same(_plain(tmp_path), model)
-        assert watch.bytes_out["ssd"] > 0
-
-
 class _BreakAt(pl.Callback):
     """Breaks a drive when batch 2 begins."""
 
@@ -202,24 +146,22 @@ def _io_error(operation: Any, number: int) -> Callable[[FaultyBackend], object]:
     return lambda backend: backend.error.update({operation: OSError(number, os.strerror(number))})
 
 
-_FAULTS: dict[str, tuple[Callable[[FaultyBackend], object], type[StorageError], str]] = {
-    "disk full": (_io_error("write", errno.ENOSPC), StorageFullError, "ENOSPC.*Free space"),
-    "write error": (_io_error("write", errno.EIO), StorageError, "EIO.*dmesg"),
-    "read error": (_io_error("read", errno.EIO), StorageError, "EIO.*dmesg"),
-    "short write": (lambda backend: backend.short.add("write"), StorageError, "wrote only"),
-    "short read": (lambda backend: backend.short.add("read"), StorageError, "read only"),
-    "flipped bit": (lambda backend: setattr(backend, "flip", True), ChecksumError, "not what was written"),
-}
-
-
-@pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("under_the_strategy", [True, False])
-@pytest.mark.parametrize("fault", _FAULTS)
+@pytest.mark.parametrize(
+    ("under_the_strategy", "break_drive", "error", "match"),
+    [
+        (True, _io_error("write", errno.ENOSPC), StorageFullError, "ENOSPC.*Free space"),
+        (False, lambda backend: setattr(backend, "flip", True), ChecksumError, "not what was written"),
+    ],
+    ids=["disk full", "flipped bit"],
+)
 def test_a_fault_in_the_middle_of_a_run_ends_it_before_a_wrong_number_is_used(
-    tmp_path: Path, fault: str, under_the_strategy: bool
+    tmp_path: Path,
+    under_the_strategy: bool,
+    break_drive: Callable[[FaultyBackend], object],
+    error: type[StorageError],
+    match: str,
 ) -> None:
     """The error names file and offset, no optimizer step used the batch, and the module can be trained again."""
-    break_drive, error, match = _FAULTS[fault]
     backend = FaultyBackend()
     arguments = small_arguments() | {"backend": backend}
     callbacks = [PrefetchScheduler(window_bytes=0), Watch(), _BreakAt(lambda: break_drive(backend))]
@@ -259,48 +201,6 @@ def test_a_failed_write_is_reported_even_if_the_bytes_are_never_loaded(tmp_path:
     with pytest.raises(StorageError, match=r"at offset \d+ in .*scratch.bin: \[EIO\]"):
         trainer.fit(model, batches())
     assert len(model.losses) <= 3
-
-
-def test_a_truncated_scratch_file_is_a_short_read(tmp_path: Path) -> None:
-    def truncate() -> None:
-        (directory,) = scratch_directories(tmp_path)
-        os.truncate(Path(directory) / "scratch.bin", 0)
-
-    class Truncate(pl.Callback):
-        def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-            truncate()
-
-    callbacks = [PrefetchScheduler(window_bytes=0), Watch(), Truncate()]
-    trainer = make_trainer(tmp_path, offloading(), callbacks=callbacks)
-    with pytest.raises(StorageError, match=r"read only 0 of \d+ bytes at offset \d+ of .*scratch.bin"):
-        trainer.fit(small_model(), batches())
-    assert trainer.global_step == 0
-
-
-def test_two_runs_at_once_on_one_path(tmp_path: Path) -> None:
-    """One run trains within a single step of the other; each uses its own directory only."""
-    inner, seen = small_model(), []
-
-    class Inner(pl.Callback):
-        def on_train_batch_start(
-            self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Tensor, batch_idx: int
-        ) -> None:
-            if batch_idx == 2:
-                before = scratch_directories(tmp_path)
-                make_trainer(tmp_path, offloading(), callbacks=[Look()]).fit(inner, batches())
-                assert scratch_directories(tmp_path) == before
-                assert len(before) == 1
-
-    class Look(pl.Callback):
-        def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-            seen.extend(scratch_directories(tmp_path))
-
-    outer = small_model()
-    make_trainer(tmp_path, offloading(), callbacks=[Inner()]).fit(outer, batches())
-    plain = _plain(tmp_path)
-    assert_same(plain, inner)
-    assert_same(plain, outer)
-    assert len(set(seen)) == 2
 
 
 _HELD = """
@@ -394,23 +294,6 @@ def test_a_terminated_run_leaves_no_files(tmp_path: Path, number: signal.Signals
     assert process.returncode in (0, 1), errors  # Lightning's: 0 after SIGTERM
     assert "trained" not in output
     assert scratch_directories(tmp_path) == []
-
-
-@pytest.mark.thorough
-def test_the_next_run_removes_files_of_killed_runs_and_none_of_live_ones(tmp_path: Path) -> None:
-    plain, beside, after = _plain(tmp_path), small_model(), small_model()
-    with _held_run(tmp_path) as process:
-        alive = scratch_directories(tmp_path)
-        assert len(alive) == 1
-        make_trainer(tmp_path, offloading()).fit(beside, batches())
-        assert scratch_directories(tmp_path) == alive
-        process.kill()
-        process.wait()
-    assert scratch_directories(tmp_path) == alive
-    make_trainer(tmp_path, offloading()).fit(after, batches())
-    assert scratch_directories(tmp_path) == []
-    assert_same(plain, beside)
-    assert_same(plain, after)
 
 
 @pytest.mark.parametrize("arguments", [{}, {"offload": "none", "states": "gpu"}], ids=["hooks", "no hooks"])

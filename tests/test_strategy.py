@@ -10,10 +10,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric.plugins.environments import KubeflowEnvironment, LightningEnvironment
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_ssd import (
     ActivationOffload,
@@ -204,26 +204,6 @@ def test_one_device_is_a_world_of_one_whatever_a_cluster_says(
 
 
 class TestRunning:
-    def test_fit_after_fit_continues_like_plain_lightning(self, tmp_path: Path) -> None:
-        models = []
-        for strategy in ("auto", offloading()):
-            model, trainer = small_model(), make_trainer(tmp_path, strategy)
-            trainer.fit(model, batches())
-            trainer.fit_loop.max_epochs = 3
-            trainer.fit(model, batches())
-            models.append(model)
-        assert len(models[0].losses) == 18
-        assert_same(*models)
-
-    def test_a_second_trainer_trains_the_same_module(self, tmp_path: Path) -> None:
-        models = []
-        for strategies in (("auto", "auto", "auto"), (offloading(), offloading(tier="host"), "auto")):
-            model = small_model()
-            for strategy in strategies:
-                make_trainer(tmp_path, strategy).fit(model, batches())
-            models.append(model)
-        assert_same(*models)
-
     def test_evaluation_without_a_fit_gives_the_same_results(self, tmp_path: Path) -> None:
         results = []
         for strategy in ("auto", offloading()):
@@ -236,51 +216,6 @@ class TestRunning:
                 )
             )
         assert results[0] == results[1]
-
-    @pytest.mark.parametrize(
-        "arguments",
-        [
-            {"num_sanity_val_steps": 2, "val_check_interval": 2, "accumulate_grad_batches": 3, "max_epochs": 2},
-            {"overfit_batches": 2, "max_epochs": 3},
-            {"fast_dev_run": 3},
-        ],
-        ids=["validation amid accumulation", "overfit_batches", "fast_dev_run"],
-    )
-    def test_ways_to_run(self, tmp_path: Path, arguments: dict[str, Any]) -> None:
-        _assert_parity(tmp_path, **arguments)
-
-    def test_a_ragged_last_batch(self, tmp_path: Path) -> None:
-        rows = torch.randn(40, WIDTH, generator=torch.Generator().manual_seed(1))
-        _assert_parity(tmp_path, loader=torch.utils.data.DataLoader(rows, batch_size=16), max_epochs=3)
-
-    def test_skipped_steps(self, tmp_path: Path) -> None:
-        """A training step that returns None has a graph that backward never runs over."""
-
-        class Skipping(SmallModel):
-            def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
-                loss = super().training_step(batch, batch_idx)
-                return None if batch_idx % 2 else loss
-
-        models = [
-            _train(tmp_path, strategy, model=small_model(kind=Skipping), max_epochs=2)
-            for strategy in ("auto", offloading())
-        ]
-        assert_same(*models)
-
-    @pytest.mark.parametrize(("algorithm", "value"), [("norm", 0.01), ("value", 0.001)])
-    def test_gradient_clipping(self, tmp_path: Path, algorithm: str, value: float) -> None:
-        clipped: dict[str, Any] = {"gradient_clip_val": value, "gradient_clip_algorithm": algorithm}
-        _assert_parity(tmp_path, **clipped)
-        assert _train(tmp_path, offloading(), **clipped).losses != _train(tmp_path, offloading()).losses
-
-    @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
-    def test_precisions(self, tmp_path: Path, precision: str) -> None:
-        plain = _train(tmp_path, "auto", precision=precision)
-        watch = Watch()
-        # bf16 activations have half the bytes, and all are offloaded.
-        offloaded = _train(tmp_path, offloading(min_bytes=MIN_BYTES // 2), watch, precision=precision)
-        assert_same(plain, offloaded)
-        assert watch.moved > 0
 
     def test_data_loader_workers(self, tmp_path: Path) -> None:
         rows = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -353,20 +288,6 @@ class TestAsWithLightningsOwnStrategies:
         assert_same(trained(offloading(**arguments)), trained(pl.strategies.SingleDeviceStrategy()))
 
     @PLACEMENTS
-    @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.thorough)])
-    def test_a_compiled_module_is_fitted(self, tmp_path: Path, arguments: Any, backend: str) -> None:
-        def trained(strategy: Any) -> Any:
-            model = CompilableModel()
-            torch._dynamo.reset()
-            compiled: Any = torch.compile(model, backend=backend)
-            trainer = make_trainer(tmp_path, strategy)
-            trainer.fit(compiled, batches(3))
-            trainer.validate(compiled, batches(1), verbose=False)
-            return model
-
-        assert_same(trained(offloading(**arguments)), trained("auto"))
-
-    @PLACEMENTS
     def test_a_checkpoint_with_other_objects_is_loaded_if_the_user_says_so(
         self, tmp_path: Path, arguments: Any
     ) -> None:
@@ -416,62 +337,6 @@ class FusedModel(SmallModel):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), 1e-2, fused=True)
-
-
-class CompilableModel(FusedModel):
-    """Logs nothing in its steps: Dynamo can't trace Lightning's `log`."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.loss(batch)
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.loss(batch)
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(outputs["loss"].item())
-
-    def on_validation_batch_end(self, outputs: Any, *_: Any) -> None:
-        self.losses.append(outputs.item())
-
-
-class GAN(SmallModel):
-    """Manual optimization: two optimizers, in turns, over graphs that share a part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.critic = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        generator, critic = self.optimizers()
-        self.toggle_optimizer(generator)
-        fake = self(batch)
-        loss = -self.critic(fake).mean()
-        generator.zero_grad()
-        self.manual_backward(loss)
-        generator.step()
-        self.untoggle_optimizer(generator)
-        self.toggle_optimizer(critic)
-        critic_loss = self.critic(fake.detach()).mean() - self.critic(batch).mean()
-        critic.zero_grad()
-        self.manual_backward(critic_loss)
-        critic.step()
-        self.untoggle_optimizer(critic)
-        self.losses += [loss.item(), critic_loss.item()]
-
-    def configure_optimizers(self) -> Any:
-        return (
-            torch.optim.Adam(self.net.parameters(), 1e-2),
-            torch.optim.Adam(self.critic.parameters(), 1e-2),
-        )
-
-
-def test_manual_optimization_with_two_optimizers(tmp_path: Path) -> None:
-    watch = Watch()
-    plain = _train(tmp_path, "auto", model=small_model(kind=GAN), max_epochs=2)
-    offloaded = _train(tmp_path, offloading(), watch, model=small_model(kind=GAN), max_epochs=2)
-    assert_same(plain, offloaded)
-    assert watch.moved > 0
 
 
 class _Boom(Exception):
@@ -543,64 +408,6 @@ def test_after_an_exception_nothing_is_left_and_the_module_trains_again(tmp_path
     model.zero_grad()
     model.losses.clear()
     assert_same(_train(tmp_path, "auto"), _train(tmp_path, offloading(), model=model))
-
-
-class TestCheckpoints:
-    @pytest.mark.parametrize("offload_first", [True, False])
-    def test_a_run_resumes_in_the_middle_of_an_epoch_under_the_other_strategy(
-        self, tmp_path: Path, offload_first: bool
-    ) -> None:
-        """Each strategy resumes the other's checkpoint: losses and weights are those of one plain run."""
-        whole = _train(tmp_path, "auto", max_epochs=3)
-        model, resumed = small_model(), small_model(seed=1)
-
-        middle = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=8)
-        first = make_trainer(
-            tmp_path,
-            offloading() if offload_first else "auto",
-            max_steps=8,
-            max_epochs=3,
-            enable_checkpointing=True,
-            callbacks=[middle],
-        )
-        first.fit(model, batches())
-        second = make_trainer(tmp_path, "auto" if offload_first else offloading(), max_epochs=3)
-        second.fit(resumed, _SkippingLoader(2), ckpt_path=middle.best_model_path, weights_only=False)
-
-        resumed.losses = model.losses + resumed.losses
-        assert_same(whole, resumed)
-
-    def test_model_checkpoint_and_early_stopping_act_as_in_plain_lightning(self, tmp_path: Path) -> None:
-        found = []
-        for strategy in ("auto", offloading()):
-            root = tmp_path / str(len(found))
-            checkpoint = ModelCheckpoint(root / "checkpoints", monitor="val_loss", save_top_k=1)
-            stopping = EarlyStopping("val_loss", patience=0, min_delta=0.05)
-            trainer = make_trainer(
-                root, strategy, callbacks=[checkpoint, stopping], max_epochs=20, enable_checkpointing=True
-            )
-            trainer.fit(small_model(), batches(), batches(1))
-            assert 0 < stopping.stopped_epoch < 19
-            found.append(
-                (stopping.stopped_epoch, checkpoint.best_model_score.item(), Path(checkpoint.best_model_path).name)
-            )
-        assert found[0] == found[1]
-
-
-class _SkippingLoader:
-    """The six batches; the first pass, which resumes an epoch, begins after `done` of them."""
-
-    def __init__(self, done: int) -> None:
-        self._batches = list(batches())
-        self._done = done
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __iter__(self) -> Any:
-        # A generator: Lightning makes an iterator that it never uses.
-        done, self._done = self._done, 0
-        yield from self._batches[done:]
 
 
 class _Callbacks(pl.Callback):
@@ -705,33 +512,6 @@ def _no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_no_arguments")
 class TestCommandLine:
-    def test_every_argument_is_reachable_and_arrives(self, tmp_path: Path) -> None:
-        arguments = {
-            "path": str(tmp_path),
-            "tier": "ssd",
-            "offload": "0.5",
-            "host_memory": "64MiB",
-            "ssd_capacity": "1MiB",
-            "spill": "ssd_first",
-            "min_bytes": "2048",
-            "staging_memory": "16MiB",
-            "backend": "posix",
-            "checksum": "true",
-        }
-        strategy = _cli(
-            tmp_path,
-            "--trainer.strategy=lightning_ssd.SSDOffloadStrategy",
-            *(f"--trainer.strategy.{name}={value}" for name, value in arguments.items()),
-        ).trainer.strategy
-        assert isinstance(strategy, SSDOffloadStrategy)
-        config = strategy.config
-        assert config.amount() == 0.5
-        assert config.checksum is True
-        assert (config.tier, config.spill, config.backend) == ("ssd", "ssd_first", "posix")
-        assert config.paths(Path("elsewhere")) == [tmp_path]
-        assert str(config.min_bytes) == "2048"
-        assert (config.host_memory, config.ssd_capacity, config.staging_memory) == ("64MiB", "1MiB", "16MiB")
-
     @pytest.mark.parametrize(
         ("text", "amount"),
         [("auto", "auto"), ("none", "none"), ("1", 1.0), ("0.25", 0.25), ("1000000", 1000000), ("8GiB", 8 * 2**30)],
@@ -849,36 +629,6 @@ print("trained")
     done = run_script(script)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-1] == "trained"
-
-
-@pytest.mark.parametrize("search", ["lr_find", "scale_batch_size"])
-def test_lightnings_tuner_runs(tmp_path: Path, search: str) -> None:
-    """The Tuner trains without callbacks, so no callback begins the offloader's micro-batches."""
-    from lightning.pytorch.tuner import Tuner
-
-    class Sized(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lr, self.batch_size = 1e-3, 2
-            self.net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
-
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            return self.net(batch).square().mean()
-
-        def train_dataloader(self) -> Any:
-            return torch.utils.data.DataLoader(torch.randn(64, 64), batch_size=self.batch_size)
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=self.lr)
-
-    trainer = make_trainer(
-        tmp_path, SSDOffloadStrategy(tmp_path, offload=1.0, min_bytes=1, ssd_capacity="1MiB"), max_epochs=1
-    )
-    model = Sized()
-    if search == "lr_find":
-        assert Tuner(trainer).lr_find(model, num_training=8) is not None
-    else:
-        assert Tuner(trainer).scale_batch_size(model, max_trials=2, steps_per_trial=1) == 4
 
 
 def test_nothing_of_a_checkpoint_that_is_loaded_amid_a_run_is_held(tmp_path: Path) -> None:

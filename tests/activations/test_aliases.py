@@ -31,12 +31,14 @@ def offloader(
         yield offloader
 
 
-def check(offloader: ActivationOffloader, program: Program, window: int, survivors: int = 0) -> None:
-    expected, told = run(program, nullcontext, survivors)
+def check(
+    offloader: ActivationOffloader, program: Program, window: int, survivors: int = 0, backwards: int = 1
+) -> None:
+    expected, told = run(program, nullcontext, survivors, backwards)
     change_policy(offloader, window_bytes=window)
     for _ in range(2):  # the second run knows the order of the first
         offloader.begin_micro_batch()
-        actual, actually_told = run(program, offloader.hooks, survivors)
+        actual, actually_told = run(program, offloader.hooks, survivors, backwards)
         offloader.end_backward()
         assert actually_told == told
         assert all(map(same, actual, expected))
@@ -46,17 +48,21 @@ WINDOWS = st.sampled_from([0, 100, 10_000])
 
 
 @pytest.mark.quick_cases(1)
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(program=PROGRAMS, window=WINDOWS, survivors=st.integers(0, 2))
-def test_random_programs(offloader: ActivationOffloader, program: Program, window: int, survivors: int) -> None:
-    check(offloader, program, window, survivors)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(program=PROGRAMS, window=WINDOWS, survivors=st.integers(0, 2), backwards=st.integers(1, 3))
+def test_random_programs(
+    offloader: ActivationOffloader, program: Program, window: int, survivors: int, backwards: int
+) -> None:
+    check(offloader, program, window, survivors, backwards)
 
 
 @pytest.mark.thorough
 @settings(max_examples=800, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(program=PROGRAMS, window=WINDOWS, survivors=st.integers(0, 2))
-def test_many_random_programs(offloader: ActivationOffloader, program: Program, window: int, survivors: int) -> None:
-    check(offloader, program, window, survivors)
+@given(program=PROGRAMS, window=WINDOWS, survivors=st.integers(0, 2), backwards=st.integers(1, 3))
+def test_many_random_programs(
+    offloader: ActivationOffloader, program: Program, window: int, survivors: int, backwards: int
+) -> None:
+    check(offloader, program, window, survivors, backwards)
 
 
 @pytest.mark.quick_cases(1)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_ssd.activations import ActivationOffloader, BudgetError, OffloadConfig, make_offloader, mark_weights
+from lightning_ssd.activations import ActivationOffloader, BudgetError, mark_weights
 from lightning_ssd.activations.placement import KeepAll, OffloadAll
 from lightning_ssd.activations.record import SavedStorage, find_saved_storage
 from lightning_ssd.activations.tier import TRIM_EVERY
@@ -26,7 +26,6 @@ from tests.support.faults import FaultyBackend, GatedBackend
 from tests.support.forwards import FORWARDS
 from tests.support.garbage import collect
 from tests.support.offloader import (
-    CPU,
     KIB,
     MIB,
     Forward,
@@ -213,58 +212,6 @@ def test_retain_graph(offloader: ActivationOffloader) -> None:
         loss.backward()
 
 
-def test_double_backward(offloader: ActivationOffloader) -> None:
-    """A gradient penalty: gradients of gradients, inside and outside of the hooks."""
-
-    def penalty(x: Tensor, y: Tensor) -> Tensor:
-        loss = ((x @ y).tanh() * x.exp()).sum()
-        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-        return loss + slope.square().sum()
-
-    for _ in range(2):
-        assert assert_same_gradients(offloader, penalty, randn(16, 16) / 4, randn(16, 16, seed=1) / 4) > 0
-    # As in Lightning: the graph is made under the hooks, and all backwards run after them.
-    x, plain = (randn(16, 16).requires_grad_() for _ in range(2))
-    offloader.begin_micro_batch()
-    with offloader.hooks():
-        loss = x.exp().sin().sum()
-    for leaf, value in ((x, loss), (plain, plain.exp().sin().sum())):
-        (slope,) = torch.autograd.grad(value, leaf, create_graph=True)
-        slope.square().sum().backward()
-    assert x.grad is not None and plain.grad is not None and torch.equal(x.grad, plain.grad)
-
-
-def test_interleaved_graphs(offloader: ActivationOffloader) -> None:
-    """As in a GAN: two losses share a graph, and backward of one runs before the other's forward."""
-
-    def step(offloader: ActivationOffloader | None) -> list[Tensor]:
-        torch.manual_seed(0)
-        generator, critic = nn.Linear(32, 32), nn.Sequential(nn.Linear(32, 32), nn.Sigmoid(), nn.Linear(32, 1))
-        noise, real = randn(8, 32), randn(8, 32, seed=1)
-
-        def run() -> None:
-            fake = generator(noise).tanh()
-            critic_loss = critic(fake.detach()).mean() - critic(real).mean()
-            generator_loss = -critic(fake).square().mean()
-            critic_loss.backward(retain_graph=True)
-            late = critic(fake * 2).exp().mean()
-            (generator_loss + late).backward()
-            critic_loss.backward()
-
-        if offloader is None:
-            run()
-        else:
-            offloader.begin_micro_batch()
-            with offloader.hooks():
-                run()
-        return [parameter.grad for parameter in (*generator.parameters(), *critic.parameters())]
-
-    expected = step(None)
-    for _ in range(3):
-        assert all(torch.equal(one, other) for one, other in zip(step(offloader), expected, strict=True))
-    assert offloader.stats().loaded > 0
-
-
 def test_out_of_order_backwards(offloader: ActivationOffloader) -> None:
     """Backwards of several losses run in another order in each micro-batch: each predicted order is wrong once."""
     x = randn(4, 64)
@@ -399,19 +346,6 @@ def test_memory_of_loads_is_freed_without_a_garbage_collection(tmp_path: Path, t
             eventually(is_empty)
         finally:
             gc.enable()
-
-
-def test_exception_in_forward(offloader: ActivationOffloader) -> None:
-    """After a forward that fails the tiers are empty, and the next micro-batch works."""
-    offloader.begin_micro_batch()
-    with pytest.raises(ZeroDivisionError), offloader.hooks():
-        loss = randn(32, 32).requires_grad_().exp()
-        loss = loss.sin() / (1 // 0)
-    loss = None  # noqa: F841
-    assert assert_same_gradients(offloader, lambda x: x.exp().sin().sum(), randn(32, 32)) > 0
-    wait_for_writes(offloader)
-    offloader.end_backward()
-    eventually(lambda: allocated(offloader) == 0)
 
 
 def test_exception_in_backward(offloader: ActivationOffloader) -> None:
@@ -1063,13 +997,15 @@ def test_full_host_memory(tmp_path: Path) -> None:
         assert assert_same_gradients(offloader, _chain(5), randn(32, 32)) == 5 * 4 * KIB
 
 
-def test_a_failed_start_leaves_no_files(tmp_path: Path) -> None:
-    """If an offloader can't be made, it removes its files; here the first write fails."""
-    backend = FaultyBackend()
-    backend.error["write"] = OSError(errno.EIO, "injected")
-    with pytest.raises(StorageError, match="injected"):
-        make_offloader(OffloadConfig(backend=backend), CPU, default_path=tmp_path)
-    assert list(tmp_path.iterdir()) == []
+def test_a_storage_that_is_larger_than_the_host_tier(tmp_path: Path) -> None:
+    """It is offloaded to SSDs, or raises an error that names its size if there are none."""
+    large = torch.ones(65 * MIB // 4)
+    both: dict[str, Any] = {"host_memory": "64MiB", "ssd_capacity": "128MiB", "staging_memory": "128MiB"}
+    with open_offloader(tmp_path, **both) as offloader:
+        assert assert_same_gradients(offloader, _chain(1), large) == ssd(offloader).bytes_out == large.nbytes
+    with open_offloader(tmp_path, tier="host", host_memory="64MiB") as offloader:
+        with pytest.raises(BudgetError, match=r"saved tensor of 65.00 MiB.*host tier.*`host_memory`.*'auto'"):
+            assert_same_gradients(offloader, _chain(1), large)
 
 
 def test_a_backward_inside_a_forward_fetches_nothing_ahead(tmp_path: Path) -> None:

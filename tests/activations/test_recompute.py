@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_ssd.activations import ActivationOffloader, Saved
@@ -19,7 +17,6 @@ from tests.support.compare import assert_same
 from tests.support.forwards import FORWARDS
 from tests.support.garbage import collect
 from tests.support.offloader import Directed, Forward, change_policy, gradients, open_offloader
-from tests.support.programs import STEPS, run
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -39,24 +36,6 @@ def draw(saved: Sequence[Saved], seed: int, recompute: float) -> dict[int, Choic
         item.buffer: "recompute" if item.recomputable and generator.random() < recompute else generator.choice(others)
         for item in saved
     }
-
-
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(steps=STEPS, losses=st.integers(1, 3), seed=st.integers(0, 9), recompute=st.sampled_from([0.4, 1.0]))
-def test_random_programs(
-    offloader: ActivationOffloader, steps: list[tuple[str, int, int]], losses: int, seed: int, recompute: float
-) -> None:
-    expected, error, _ = run(steps, losses, nullcontext)
-    directed = Directed(offloader)
-    run(steps, losses, directed.record)
-    choices = draw(directed.end_record(), seed, recompute)
-    for _ in range(2):
-        actual, actual_error, _ = run(steps, losses, lambda: directed.direct(choices))
-        directed.end_direct()
-        assert actual_error == error
-        for one, other in zip(actual, expected, strict=True):
-            assert (one is None) == (other is None)
-            assert one is None or other is None or torch.equal(one, other)
 
 
 @pytest.mark.quick_cases(1)

@@ -1,6 +1,7 @@
 """Recomputed operators return the same bytes as in forward, or are not recomputed: a table, modules, programs."""
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -27,7 +28,9 @@ def offloader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ActivationOf
         yield offloader
 
 
-def planned(directed: Directed, forward: Callable[[Hooks], object], *, tried: bool) -> dict[int, Choice]:
+def planned(
+    directed: Directed, forward: Callable[[Hooks], object], *, tried: bool, others: Sequence[Choice] = ("host",)
+) -> dict[int, Choice]:
     """Records `forward`, checks it, and returns a plan that recomputes all buffers that may be.
 
     Args:
@@ -35,14 +38,16 @@ def planned(directed: Directed, forward: Callable[[Hooks], object], *, tried: bo
         forward: a forward and backward under hooks.
         tried: recompute only what had the same bytes in a trial, as `SwapPlanner` does; else all that is declared to be
             recomputable.
+        others: choices for the other buffers, in turn.
     """
     forward(directed.record)
     saved = directed.end_record()
     forward(directed.check)
     directed.end_direct()
     proved = directed.plan_mode.proved
+    turns = itertools.cycle(others)
     return {
-        item.buffer: "recompute" if item.recomputable and (item.buffer in proved or not tried) else "host"
+        item.buffer: "recompute" if item.recomputable and (item.buffer in proved or not tried) else next(turns)
         for item in saved
     }
 
@@ -273,29 +278,34 @@ def test_modules(offloader: ActivationOffloader, name: str) -> None:
         directed.end_direct()
 
 
-def check(offloader: ActivationOffloader, program: Program, survivors: int) -> None:
-    expected, told = run(program, nullcontext, survivors)
+def check(offloader: ActivationOffloader, program: Program, survivors: int, backwards: int) -> None:
+    expected, told = run(program, nullcontext, survivors, backwards)
     directed = Directed(offloader)
-    choices = planned(directed, lambda hooks: run(program, hooks, survivors), tried=True)
+    choices = planned(
+        directed,
+        lambda hooks: run(program, hooks, survivors, backwards),
+        tried=True,
+        others=("host", "keep", "ssd"),
+    )
     for _ in range(2):
-        actual, actually_told = run(program, lambda: directed.direct(choices), survivors)
+        actual, actually_told = run(program, lambda: directed.direct(choices), survivors, backwards)
         directed.end_direct()
         assert actually_told == told
         assert all(map(same, actual, expected))
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(program=PROGRAMS, survivors=st.integers(0, 2))
-def test_random_programs(offloader: ActivationOffloader, program: Program, survivors: int) -> None:
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(program=PROGRAMS, survivors=st.integers(0, 2), backwards=st.integers(1, 3))
+def test_random_programs(offloader: ActivationOffloader, program: Program, survivors: int, backwards: int) -> None:
     """Storages that are shared and changed in every way: buffers that the check has proved equal are recomputed."""
-    check(offloader, program, survivors)
+    check(offloader, program, survivors, backwards)
 
 
 @pytest.mark.thorough
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(program=PROGRAMS, survivors=st.integers(0, 2))
-def test_many_random_programs(offloader: ActivationOffloader, program: Program, survivors: int) -> None:
-    check(offloader, program, survivors)
+@given(program=PROGRAMS, survivors=st.integers(0, 2), backwards=st.integers(1, 3))
+def test_many_random_programs(offloader: ActivationOffloader, program: Program, survivors: int, backwards: int) -> None:
+    check(offloader, program, survivors, backwards)
 
 
 @pytest.mark.parametrize(("device", "deterministic"), [("cpu", True), ("meta", False)])

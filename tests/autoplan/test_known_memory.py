@@ -1,7 +1,6 @@
 """Memory of `offload="auto"` on a simulated allocator, from the first steps to plans and larger batches."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -12,18 +11,9 @@ from lightning_ssd.activations.resident_limit import ResidentLimit
 from lightning_ssd.autoplan.batches import BatchShape, BatchSizes, row_of, size_of_row
 from lightning_ssd.autoplan.known_memory import KnownMemory
 from lightning_ssd.autoplan.plan_cycle import GROWTH
-from tests.support.allocator import TRAININGS, Allocator, Training
+from tests.support.allocator import TRAININGS, Allocator, Micro, Run, Training
 
 EVENTS = ["", "", "validation", "reset", "forward", "larger", "smaller", "thaw", "freeze", "leak"]
-
-
-@dataclass
-class Micro:
-    """A micro-batch: its training, the size of its batch, and the event before it."""
-
-    event: str
-    scale: int
-    thawed: bool
 
 
 def micro_batches(events: list[str]) -> list[Micro]:
@@ -34,64 +24,6 @@ def micro_batches(events: list[str]) -> list[Micro]:
         thawed = event == "thaw" or (thawed and event != "freeze")
         found.append(Micro(event, scale, thawed))
     return found
-
-
-@dataclass
-class Run:
-    """Runs a training on an allocator. `keep` decides which saved storages are kept."""
-
-    training: Training
-    memory: Allocator
-    allocated: list[int] = field(default_factory=list)
-    """Bytes of each layer's gradients."""
-    stepped: set[int] = field(default_factory=set)
-    """Layers with optimizer states."""
-
-    def gradients(self, micro: Micro) -> list[int]:
-        """Half of the layers are frozen before a thaw, and after a freeze."""
-        whole = self.training.gradients
-        return whole if micro.thawed else [*[0] * (len(whole) // 2), *whole[len(whole) // 2 :]]
-
-    def happen(self, event: str) -> None:
-        memory = self.memory
-        if event == "validation" and memory.most:
-            free = int(memory.most) + self.training.beyond - memory.level
-            memory.change(free)
-            memory.change(-free)
-        elif event == "reset":
-            memory.reset_peak()
-        elif event == "leak":
-            memory.change(1 + self.training.weights)
-
-    def micro_batch(self, micro: Micro, keep: Callable[[int], bool]) -> int:
-        """Returns the peak of a micro-batch."""
-        memory, gradients = self.memory, self.gradients(micro)
-        self.allocated = self.allocated or [0] * len(gradients)
-        memory.highest_of_micro_batch = 0
-        kept = []
-        for size, transient in zip(self.training.sizes, self.training.transients, strict=True):
-            size, transient = micro.scale * size, micro.scale * transient
-            memory.change(size + transient)
-            memory.change(-transient)
-            kept.append(size if keep(size) else 0)
-            memory.change(kept[-1] - size)
-        for index in reversed(range(len(kept))):
-            size, transient = micro.scale * self.training.sizes[index], micro.scale * self.training.transients[index]
-            memory.change(size - kept[index] + transient)
-            if not self.allocated[index]:
-                memory.change(gradients[index])
-                self.allocated[index] = gradients[index]
-            memory.change(-transient - size)
-        return memory.highest_of_micro_batch
-
-    def step(self) -> None:
-        """Steps the optimizer, which allocates the states of parameters at their first step."""
-        for index, nbytes in enumerate(self.allocated):
-            if nbytes and index not in self.stepped:
-                self.memory.change(2 * nbytes)
-                self.stepped.add(index)
-        self.memory.change(-sum(self.allocated))
-        self.allocated = []
 
 
 def least_memory(training: Training, micros: list[Micro]) -> int:

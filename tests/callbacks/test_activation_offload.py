@@ -131,20 +131,6 @@ class _FailingAtTrainStart(SmallModel):
         raise KeyError("deliberate")
 
 
-def test_the_strategy_gets_its_training_step_back(tmp_path: Path) -> None:
-    class Look(pl.Callback):
-        wrapped = False
-
-        def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-            self.wrapped = "training_step" in vars(trainer.strategy)
-
-    look = Look()
-    trainer = make_trainer(tmp_path, callbacks=[_offload(), look])
-    trainer.fit(small_model(), batches())
-    assert look.wrapped
-    assert "training_step" not in vars(trainer.strategy)
-
-
 @pytest.mark.parametrize("kind", [_Failing, _FailingAtTrainStart])
 def test_after_an_exception_nothing_is_left_and_it_trains_again(tmp_path: Path, kind: type[SmallModel]) -> None:
     callback = _offload()

@@ -178,19 +178,6 @@ def test_hooks_are_enabled_when_other_parameters_are_trained(
     assert see.hooks == [True, True, False, False, True, False, False]
 
 
-def test_hooks_are_disabled_while_trained_parameters_alternate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, see: See
-) -> None:
-    class Alternate(pl.Callback):
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Tensor, batch_idx: int) -> None:
-            pl_module.model.transformer.wte.requires_grad_(batch_idx % 2 == 0)
-            pl_module.model.transformer.wpe.requires_grad_(batch_idx % 2 == 1)
-
-    use(AMPLE, monkeypatch)
-    fit(tmp_path, [2] * 10, [Alternate(), see])
-    assert see.hooks == [True, True, True, *[False] * 7]  # the second set is measured, and the first one after it
-
-
 def test_a_training_that_outgrows_its_memory_is_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, see: See
 ) -> None:

@@ -5,7 +5,6 @@ import gc
 import io
 import pickle
 import types
-import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 from transformers.models.t5.modeling_t5 import T5LayerFF
 
@@ -200,96 +198,6 @@ def test_a_forward_that_fails_leaves_the_model_as_it_was(tmp_path: Path) -> None
         train(module, SSDOffloadStrategy(**BOTH), pinned(all_checkpointed(plan, profile)), path=tmp_path)
     del dropout.forward
     assert attributes(module.model) == attributes(gpt2())
-
-
-class Layer(GradientCheckpointingLayer):
-    """A layer that makes a value which autograd saves, and refers to it weakly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(32, 32)
-        self.made: list[weakref.ref[Any]] = []
-
-    def forward(self, value: Tensor) -> Tensor:
-        hidden = torch.sigmoid(self.linear(value))
-        self.made.append(weakref.ref(hidden.untyped_storage()))
-        return value + hidden.tanh()
-
-
-class Stack(pl.LightningModule):
-    """Layers of which the first two are one module, called twice; records which values are alive before backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
-        self.alive: list[list[bool]] = []
-        self.losses: list[Tensor] = []
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        for layer in self.layers:
-            layer.made.clear()
-        first, *others = self.layers
-        for layer in (first, first, *others):
-            batch = layer(batch)
-        loss = batch.square().mean()
-        self.losses.append(loss.detach().clone())
-        return loss
-
-    def on_before_backward(self, loss: Tensor) -> None:
-        self.alive.append([made() is not None for layer in self.layers for made in layer.made])
-
-    def train_dataloader(self) -> DataLoader[Tensor]:
-        return DataLoader(torch.randn(12, 32, generator=torch.Generator().manual_seed(0)), batch_size=4)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
-class ByHand(Stack):
-    """The same, with manual optimization."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.optimizers().zero_grad()  # type: ignore[union-attr]
-        self.manual_backward(loss)
-        self.optimizers().step()  # type: ignore[union-attr]
-        return loss
-
-
-def fit_stack(path: Path, strategy: Any, *callbacks: pl.Callback, make: type[Stack] = Stack) -> Stack:
-    module = make()
-    make_trainer(path, strategy, max_epochs=None, max_steps=STEPS, callbacks=list(callbacks)).fit(module)
-    return module
-
-
-def test_the_saved_tensors_of_checkpointed_units_are_freed(tmp_path: Path) -> None:
-    """Each of the two calls of a module may be checkpointed on its own. Saved tensors of other units stay."""
-    expected = fit_stack(tmp_path, "auto")
-    first = planner()
-    assert_same(fit_stack(tmp_path, SSDOffloadStrategy(**BOTH), first), expected)
-    assert first.cycle.plan is not None
-    names = [unit.name for unit in first.cycle.runner.profile.units if unit.checkpoint_bytes is not None]
-    assert names == ["layers.0", "layers.0 (2)", "layers.1", "layers.2"]
-    for freed in ({"layers.0", "layers.2"}, {"layers.0 (2)"}, set(names)):
-        units = {
-            name: replace(unit, input="keep", operators=dict.fromkeys(unit.operators, "keep"), checkpoint=name in freed)
-            for name, unit in first.cycle.plan.units.items()
-        }
-        module = fit_stack(tmp_path, SSDOffloadStrategy(**BOTH), pinned(replace(first.cycle.plan, units=units)))
-        assert_same(module, expected)
-        assert module.alive[-1] == [name not in freed for name in names]
-
-
-def test_units_are_not_checkpointed_where_weights_may_change_before_backward(tmp_path: Path) -> None:
-    """The user makes the steps, by manual optimization, and may make one between a forward and its backward."""
-    first = planner()
-    fit_stack(tmp_path, SSDOffloadStrategy(**BOTH), first, make=ByHand)
-    assert {unit.checkpoint_bytes for unit in first.cycle.runner.profile.units} == {None}
 
 
 @pytest.mark.quick_cases(1)

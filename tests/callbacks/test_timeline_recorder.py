@@ -21,9 +21,6 @@ from lightning_ssd.timeline import COLORS, Timeline
 from lightning_ssd.timeline.timeline_profile import read_timeline
 from tests.support.compare import assert_same
 from tests.support.models import Model
-from tests.support.parity import TinyGPT
-from tests.support.parity import train as train_run
-from tests.support.plans import BOTH, draw, pinned, planner
 from tests.support.states import train
 from tests.support.traces import labels, spans
 
@@ -102,19 +99,6 @@ def test_an_activation_offload_callback_is_shown(tmp_path: Path) -> None:
     actual = train(tmp_path, "auto", Model(), callbacks=callbacks, max_steps=4)
     assert_same(actual, train(tmp_path, "auto", Model(), max_steps=4))
     assert spans(tmp_path / "t.json")["copy out"]  # backward may take the bytes before they are written
-
-
-@pytest.mark.thorough
-def test_a_plan_that_recomputes_is_shown(tmp_path: Path) -> None:
-    how: Any = {"model": TinyGPT, "steps": 8}
-    first = planner()
-    plain = train_run(SSDOffloadStrategy(**BOTH), callbacks=[first], **how)
-    assert first.cycle.plan is not None
-    plan = draw(first.cycle.plan, first.cycle.runner.profile, 0, recompute=0.5)
-    callbacks = [pinned(plan), TimelineRecorder(6, tmp_path / "timeline")]
-    assert_same(plain, train_run(SSDOffloadStrategy(**BOTH), callbacks=callbacks, **how))
-    rows = spans(tmp_path / "timeline.json")
-    assert rows["compute"] and rows["copy out"] and steps_of(tmp_path / "timeline.json") == ["step 6"]
 
 
 def test_an_optimizer_that_steps_whole_is_shown(tmp_path: Path) -> None:

@@ -287,12 +287,13 @@ class Backward(Plain):
 
 
 class OwnStep(Plain):
-    """`optimizer_step` runs the closure, clips and steps."""
+    """`optimizer_step` runs the closure, clips and steps, but leaves out the second step."""
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         optimizer_closure()
         nn.utils.clip_grad_norm_(self.parameters(), 0.05)
-        optimizer.step()
+        if batch_idx != 1:
+            optimizer.step()
 
 
 class Skipping(Plain):
@@ -446,24 +447,37 @@ CALLBACKS = pl.callbacks
 CASES = [
     case("`accumulate_grad_batches=2`", accumulate_grad_batches=2),
     case("`gradient_clip_val`, norm", gradient_clip_val=0.05, quick=True),
-    case("`gradient_clip_val`, value", gradient_clip_val=1e-3, gradient_clip_algorithm="value"),
-    case("`overfit_batches`", overfit_batches=2),
+    case("`gradient_clip_val`, value", gradient_clip_val=1e-3, gradient_clip_algorithm="value", quick=True),
+    case("`overfit_batches`", overfit_batches=2, quick=True),
     case("`limit_train_batches`, several epochs", limit_train_batches=1, max_epochs=3),
-    case("`limit_val_batches`, `val_check_interval`", fit=with_validation, limit_val_batches=1, val_check_interval=2),
+    case(
+        "`limit_val_batches`, `val_check_interval`",
+        fit=with_validation,
+        limit_val_batches=1,
+        val_check_interval=2,
+        quick=True,
+    ),
     case("Validation at the end of an epoch", fit=with_validation),
     case("`detect_anomaly=True`", detect_anomaly=True),
     case('`profiler="simple"`', profiler="simple"),
     case("`inference_mode=False`", fit=with_validation, inference_mode=False),
     case("`fit`, then `validate`", fit=evaluated),
-    case("`fit` twice", fit=twice),
-    case("Resume from ModelCheckpoint", fit=resumed, callbacks=lambda: [SavedInRoot()], enable_checkpointing=True),
+    case("`fit` twice", fit=twice, quick=True),
+    case(
+        "Resume from ModelCheckpoint",
+        fit=resumed,
+        callbacks=lambda: [SavedInRoot()],
+        enable_checkpointing=True,
+        quick=True,
+    ),
     case("Resume from `trainer.save_checkpoint()` after `fit`", fit=saved_by_hand),
-    case("`fit(torch.compile(module))`", fit=compiled),
+    case("`fit(torch.compile(module))`", fit=compiled, quick=True),
     case(
         "EarlyStopping",
         fit=with_validation,
         val_check_interval=1,
         callbacks=lambda: [CALLBACKS.EarlyStopping("val_loss", patience=1)],
+        quick=True,
     ),
     case(
         "StochasticWeightAveraging",
@@ -477,12 +491,14 @@ CASES = [
         Sized,
         fit=own_loader,
         callbacks=lambda: [CALLBACKS.LearningRateFinder(num_training_steps=6)],
+        quick=True,
     ),
     case(
         "BatchSizeFinder",
         Sized,
         fit=own_loader,
         callbacks=lambda: [CALLBACKS.BatchSizeFinder(max_trials=2, steps_per_trial=1)],
+        quick=True,
     ),
     case(
         "BackboneFinetuning",
@@ -514,7 +530,7 @@ CASES = [
         enable_model_summary=True,
         callbacks=lambda: [CALLBACKS.Timer(), CALLBACKS.ModelSummary(2)],
     ),
-    case("A LambdaCallback that reads `.grad`", callbacks=lambda: [read_gradients()]),
+    case("A LambdaCallback that reads `.grad`", callbacks=lambda: [read_gradients()], quick=True),
     case(
         "StepLR", lambda: Scheduled(lambda optimizer: {"scheduler": LRS.StepLR(optimizer, 1, 0.5), "interval": "step"})
     ),
@@ -545,18 +561,18 @@ CASES = [
     case("Target network, `copy_`", TeacherByCopy),
     case("`swa_utils.AveragedModel`", Averaged),
     case("`add_param_group` amid training", Grown),
-    case("`nn.LazyLinear`", Lazy, states=Refused("has no shape yet: run one forward")),
+    case("`nn.LazyLinear`", Lazy, states=Refused("has no shape yet: run one forward"), quick=True),
     case("`nn.init` and `.data` in `on_fit_start`", InitializedLate),
     case("`reset_parameters` amid training", ResetAmid),
     case("Weights read after steps", Reads),
     case("`state_dict` and `load_state_dict` amid training", StateDicts),
     case("`copy.deepcopy` and `torch.save` of a module amid training", CopyEngine),
-    case("`on_before_optimizer_step` that changes gradients", Looks),
+    case("`on_before_optimizer_step` that changes gradients", Looks, quick=True),
     case("`on_after_backward` that reads gradients", LooksAfterBackward),
-    case("`configure_gradient_clipping`, `nn.utils.clip_grad_norm_`", ClipsItself),
-    case("`backward` that changes gradients", Backward),
-    case("`optimizer_step` that runs the closure, clips and steps", OwnStep),
-    case("`training_step` that returns None", Skipping),
+    case("`configure_gradient_clipping`, `nn.utils.clip_grad_norm_`", ClipsItself, quick=True),
+    case("`backward` that changes gradients", Backward, quick=True),
+    case("`optimizer_step` that runs the closure, clips and steps", OwnStep, quick=True),
+    case("`training_step` that returns None", Skipping, quick=True),
     case("Frozen parameters", Frozen),
     case("`configure_model`", Configured),
 ]

@@ -15,7 +15,6 @@ CASES = [
 ]
 
 
-@pytest.mark.quick_cases(1)
 @pytest.mark.drawn(24)
 @pytest.mark.parametrize("case", CASES)
 def test_a_case_has_the_result_in_its_table(case: Case) -> None:

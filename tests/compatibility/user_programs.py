@@ -705,7 +705,7 @@ CASES = [
     *case("WGAN-GP: two optimizers, gradient penalty", CriticPenalty),
     *case("Hooks on parameters", HookedGradients),
     *case("`register_post_accumulate_grad_hook`", Accumulated),
-    *case("Hooks on parameters, registered in `on_fit_start`", LateHooks),
+    *case("Hooks on parameters, registered in `on_fit_start`", LateHooks, quick=True),
     *case("Fisher information in `on_before_optimizer_step`", Fisher, quick=True),
     *case("`get_total_norm`, `clip_grads_with_norm_`", TotalNorm),
     *case("Gradient centralization", Centralized),

@@ -101,20 +101,6 @@ def test_gradients_share_memory(
     assert_nothing_is_left(tmp_path)
 
 
-def test_units_that_fit_on_the_device_are_resident(tmp_path: Path) -> None:
-    expected = train(tmp_path, "auto", Model())
-    strategy = ssd(states="auto", gpu_memory="100kB")
-    left: list[int] = []
-
-    class Watching(Model):
-        def on_train_start(self) -> None:
-            states: Any = strategy.model_states
-            left.append(sum(len(flat.param_views) for flat in states.stores))
-
-    assert_same(train(tmp_path, strategy, Watching()), expected)
-    assert 0 < left[0] < len(list(Model().parameters()))
-
-
 def test_parts_of_a_unit_that_fit_on_the_device_are_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A limit of memory between the sizes of two units is used by a part of the second one."""
     found: list[set[str]] = []

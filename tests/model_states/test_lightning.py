@@ -132,14 +132,6 @@ def test_accumulation_that_changes(tmp_path: Path, strategy: Any) -> None:
     assert_same(train(tmp_path, strategy, Model(), **how()), train(tmp_path, "auto", Model(), **how()))
 
 
-class Skipping(Model):
-    """Sometimes returns no loss."""
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        return None if batch_idx % 4 == 2 else loss
-
-
 @pytest.mark.parametrize(("skipped", "fused", "clip"), [(0, True, None), (1, False, 0.05)])
 def test_a_skipped_micro_batch_of_a_scaled_loss(
     tmp_path: Path, strategy: Any, skipped: int, fused: bool, clip: float | None
@@ -160,51 +152,6 @@ def test_a_skipped_micro_batch_of_a_scaled_loss(
         arguments: Any = dict(gradient_clip_val=clip, accumulate_grad_batches=2, plugins=[plugin])
         found.append(train(tmp_path, how, Skips(), **arguments))
     assert_same(found[1], found[0])
-
-
-class Stepping(Model):
-    """Overrides `optimizer_step`, with a warm-up and a skipped step."""
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-2 * min(1.0, (self.global_step + 1) / 10)
-        if batch_idx == 5:
-            closure()
-        else:
-            optimizer.step(closure=closure)
-
-
-class Clipping(Model):
-    """Overrides `configure_gradient_clipping`."""
-
-    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, **_: Any) -> None:
-        if self.current_epoch:
-            self.clip_gradients(optimizer, gradient_clip_val=2.0, gradient_clip_algorithm="norm")
-
-
-class LookingAfterBackward(Model):
-    """Overrides `backward`, and reads weights before and after it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[Any] = []
-
-    def look(self) -> None:
-        self.found.append({name: value.clone() for name, value in self.state_dict().items()})
-
-    def backward(self, *args: Any, **kwargs: Any) -> None:
-        self.look()
-        super().backward(*args, **kwargs)
-        self.look()
-
-    def on_train_end(self) -> None:
-        assert all(same(*self.found[index : index + 2]) for index in range(0, len(self.found), 2))
-
-
-@pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("model", [Skipping, Stepping, Clipping, LookingAfterBackward])
-def test_overridden_hooks_have_the_same_results(tmp_path: Path, strategy: Any, model: Any) -> None:
-    assert_same(train(tmp_path, strategy, model()), train(tmp_path, "auto", model()))
 
 
 def test_fit_after_fit(tmp_path: Path) -> None:
@@ -270,24 +217,6 @@ def test_averages_of_weights(tmp_path: Path, strategy: Any, make_callback: Any) 
         not torch.equal(one, other) for one, other in zip(plain.parameters(), expected.parameters(), strict=True)
     )
     assert not [name for name in vars(callback) if name.startswith(("on_", "should_"))]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", NAMES)
-def test_averages_are_saved_and_resumed(tmp_path: Path, name: str) -> None:
-    def callbacks() -> list[pl.Callback]:
-        saved = pl.callbacks.ModelCheckpoint(tmp_path / "saved", save_last=True, every_n_epochs=1)
-        return [pl.callbacks.EMAWeightAveraging(decay=0.9), saved]
-
-    how: Any = dict(gradient_clip_val=None, enable_checkpointing=True)
-    expected: Any = train(tmp_path, "auto", Model(), callbacks=callbacks()[:1], gradient_clip_val=None, max_epochs=4)
-    train(tmp_path, STRATEGIES[name](), Model(), callbacks=callbacks(), max_epochs=2, **how)
-    last = str(tmp_path / "saved" / "last.ckpt")
-    found: Any = train(
-        tmp_path, STRATEGIES[name](), Model(), callbacks=callbacks(), max_epochs=4, ckpt_path=last, **how
-    )
-    assert found.losses == expected.losses[len(expected.losses) - len(found.losses) :]
-    assert_same(list(found.parameters()), list(expected.parameters()))
 
 
 class OfManyDtypes(Model):

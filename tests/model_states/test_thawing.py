@@ -18,7 +18,7 @@ from tests.support.models import Block, ToyModel
 from tests.support.optimizers import Program
 from tests.support.products import combinations
 from tests.support.states import offloading
-from tests.support.trainings import make_trainer, rows
+from tests.support.trainings import rows
 
 
 class Model(ToyModel):
@@ -48,15 +48,6 @@ def compare(
     model = model or Model()
     expected = train(path, "auto", model, callbacks, **arguments)
     assert_same(train(path, strategy, model, callbacks, **arguments), expected)
-
-
-def thaw_backbone() -> pl.Callback:
-    return pl.callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False)
-
-
-@pytest.mark.parametrize("states", ["host", "ssd"])
-def test_backbone_finetuning(tmp_path: Path, states: str) -> None:
-    compare(tmp_path, offloading(states), [thaw_backbone()], gradient_clip_val=0.1)
 
 
 class OneByOne(pl.callbacks.BaseFinetuning):
@@ -286,30 +277,13 @@ def test_groups_that_change_between_accumulated_gradients(tmp_path: Path, states
 def test_changed_groups_are_not_recorded(tmp_path: Path) -> None:
     strategy = offloading("ssd", recover=True)
     with pytest.raises(RuntimeError, match="parameter groups.*recover=False"):
-        train(tmp_path, strategy, Model(), [thaw_backbone()])
+        train(tmp_path, strategy, Model(), [OneByOne()])
 
 
 class Lazy(Model):
     def __init__(self) -> None:
         super().__init__()
         self.head = nn.LazyLinear(8)  # type: ignore[assignment]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "model", "message"),
-    [
-        ({"precision": "64-true"}, Model, "64-true.*states='gpu'"),
-        ({"precision": "16-true"}, Model, "16-true.*states='gpu'"),
-        ({}, Lazy, "has no shape yet: run one forward"),
-    ],
-)
-def test_refused_arguments_are_refused_at_start(
-    tmp_path: Path, arguments: dict[str, Any], model: Callable[[], Model], message: str
-) -> None:
-    made = model()
-    with pytest.raises(ValueError, match=message):
-        make_trainer(tmp_path, offloading(), **arguments).fit(made, torch.utils.data.DataLoader(torch.zeros(4, 8)))
-    assert made.losses == []
 
 
 @pytest.mark.parametrize("model", [Model, Lazy])

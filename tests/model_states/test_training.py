@@ -18,7 +18,7 @@ from tests.support.access import Toy, compare
 from tests.support.compare import assert_same
 from tests.support.models import Model
 from tests.support.products import combinations, thorough
-from tests.support.states import host, loader, train
+from tests.support.states import host, train
 
 
 @combinations(
@@ -39,52 +39,6 @@ def test_numbers_are_plain_lightnings(
     actual = train(tmp_path, host(overlap=overlap, gpu_memory=gpu_memory), model, **arguments)
     assert_same(actual, expected)
     assert expected.losses[-1] < expected.losses[0]  # type: ignore[operator, index]
-
-
-class Manual(Model):
-    """Two backwards of different losses before each step, with gradients scaled and clipped by user code."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
-        optimizer = self.optimizers()
-        self.manual_backward(self.loss(batch[0]))  # dropped
-        optimizer.zero_grad()
-        for part in batch[0].split(2):
-            loss = self.loss(part)
-            self.losses.append(loss.item())
-            self.manual_backward(loss)
-        self.clip_gradients(optimizer, 0.5, "norm")
-        if batch_idx % 3:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-class Looking(Model):
-    """Hooks that look at gradients, and change them."""
-
-    def on_after_backward(self) -> None:
-        assert self.blocks[0].up.weight.grad is not None
-        self.rates.append(float(self.blocks[0].up.weight.grad.norm()))
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        for parameter in self.parameters():
-            assert parameter.grad is not None
-            parameter.grad.mul_(0.5)
-        self.rates.append(float(self.blocks[1].down.weight.norm()))
-        for group in optimizer.param_groups:
-            group["lr"] *= 0.9
-
-
-@pytest.mark.parametrize("make_model", [Manual, Looking])
-def test_user_code_between_backward_and_step(tmp_path: Path, make_model: Callable[[], Model]) -> None:
-    arguments: dict[str, Any] = {} if make_model is Manual else dict(accumulate_grad_batches=2, gradient_clip_val=0.5)
-    expected: Any = train(tmp_path, "auto", make_model(), **arguments)
-    actual: Any = train(tmp_path, host(), make_model(), **arguments)
-    assert_same(actual, expected)
-    assert actual.rates == expected.rates
 
 
 def test_a_callback_of_ours_that_is_extended_is_still_ours(tmp_path: Path) -> None:
@@ -196,27 +150,6 @@ def test_compiled_blocks_in_hooks(tmp_path: Path, hook: str) -> None:
     compare(tmp_path, make, "host", precision="bf16-mixed")
 
 
-def test_weights_are_whole_after_a_training_that_failed(tmp_path: Path) -> None:
-    class Failing(Model):
-        def on_train_batch_end(self, *_: Any) -> None:
-            if len(self.losses) == 5:
-                raise KeyError("the user's own")
-
-    class Ending(Model):
-        def on_train_batch_end(self, *_: Any) -> None:
-            self.trainer.should_stop = len(self.losses) == 5
-
-    failing = Failing()
-    trainer = pl.Trainer(accelerator="cpu", strategy=host(), default_root_dir=tmp_path, logger=False, max_epochs=2,
-                         enable_checkpointing=False, enable_progress_bar=False, num_sanity_val_steps=0)  # fmt: skip
-    with pytest.raises(KeyError, match="the user's own"):
-        trainer.fit(failing, loader())
-    ending = Ending()
-    pl.Trainer(accelerator="cpu", default_root_dir=tmp_path, logger=False, max_epochs=2, enable_checkpointing=False,
-               enable_progress_bar=False).fit(ending, loader())  # fmt: skip
-    assert_same(failing, ending)
-
-
 def test_weights_are_on_the_device_around_their_use_only(tmp_path: Path) -> None:
     """The device never has more weights than the budget, or one unit; shapes can always be read."""
     most: list[int] = []
@@ -250,13 +183,7 @@ class OwnPrecision(pl.plugins.Precision):
 @pytest.mark.parametrize(
     ("arguments", "trainer", "message"),
     [
-        ({"states": "disk"}, {}, "`states='disk'` must be one of 'auto', 'gpu', 'host', 'ssd'"),
-        ({"clip": "late"}, {}, "`clip='late'` must be one of"),
-        ({"state_format": "fp8"}, {}, "`state_format='fp8'` must be one of"),
-        ({"overlap": "yes"}, {}, "`overlap='yes'` must be one of"),
-        ({"gpu_memory": "much"}, {}, "gpu_memory"),
         ({"units": ["Blok"]}, {}, "`units` names Blok.*Block"),
-        ({}, {"precision": "64-true"}, "`states='host'` trains with .*64-true.*states='gpu'"),
         ({}, {"plugins": OwnPrecision()}, "trains with .*the Trainer has `OwnPrecision` with '32-true'.*states='gpu'"),
         (
             {"states": "ssd", "recover": True},

@@ -15,14 +15,6 @@ QUICK = ("--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--
          "--data.block_size=128", "--data.batch_size=4", "--trainer.limit_val_batches=1",
          "--trainer.log_every_n_steps=1", "--model.warmup_steps=2")  # fmt: skip
 
-CALLBACKS = """
-trainer:
-  callbacks:
-    - class_path: lightning.pytorch.callbacks.ModelCheckpoint
-      init_args: {every_n_train_steps: 3, save_top_k: -1}
-    - class_path: lightning_ssd.SaveFolder
-"""
-
 
 @pytest.fixture(autouse=True)
 def own_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -65,21 +57,3 @@ def test_long_context_recipe(tmp_path: Path) -> None:
     version = tmp_path / "runs/long_context/version_0"
     assert len(losses(version)) == 6 and losses(version)[-1] < losses(version)[0]
     AutoModelForCausalLM.from_pretrained(version / "model", local_files_only=True)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("strategy", ["auto", "ssd_offload"])
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, strategy: str) -> None:
-    how = ["--trainer.strategy=auto"]
-    if strategy != "auto":
-        how = ["--trainer.strategy.states=ssd", "--trainer.strategy.min_bytes=1", "--trainer.strategy.offload=none"]
-    run = ["run", str(ROOT / "recipes/finetune.yaml"), *QUICK, *how, "--trainer.max_steps=6"]
-    (tmp_path / "callbacks.yaml").write_text(CALLBACKS)
-    run += ["--config", str(tmp_path / "callbacks.yaml")]
-    assert cli.main(run) == 0
-    (checkpoint,) = tmp_path.glob("runs/finetune/version_0/checkpoints/*step=3.ckpt")
-    assert cli.main([*run, f"--ckpt_path={checkpoint}"]) == 0
-    first, second = (tmp_path / f"runs/finetune/version_{n}" for n in (0, 1))
-    assert losses(second) == losses(first)[3:]
-    name = "model/model.safetensors"
-    assert (first / name).read_bytes() == (second / name).read_bytes()

@@ -20,7 +20,7 @@ from benchmarks.throttled_backend import ThrottledBackend
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.model_states.journal.plain_data import DamagedError, from_bytes
 from lightning_ssd.recipes.data.loader import ResumableDataLoader
-from lightning_ssd.storage import StorageError, Volume
+from lightning_ssd.storage import StorageError
 from tests.support.device_steps import Shared
 from tests.support.direct import DirectBackend
 from tests.support.faults import FaultyBackend
@@ -361,15 +361,6 @@ def test_states_of_another_model_are_neither_resumed_nor_lost(tmp_path: Path) ->
     assert same(outcome(fit(recovering(tmp_path))), outcome(expected))
 
 
-def test_a_journal_that_can_not_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(Failure):
-        fit(recovering(tmp_path), callbacks=[FailAt(20)])
-    (tmp_path / KEPT / "journal").write_bytes(b"PK")
-    with pytest.raises(StorageError, match="(?s)journal.* can't be read.* or remove"):
-        fit(recovering(tmp_path))
-    assert (tmp_path / KEPT / "scratch.bin").stat().st_size
-
-
 def test_every_bit_of_a_journal_counts(tmp_path: Path) -> None:
     """With any flipped bit of a sample, the run is refused, and nothing of the journal is used."""
     with pytest.raises(Failure):
@@ -383,8 +374,10 @@ def test_every_bit_of_a_journal_counts(tmp_path: Path) -> None:
         with pytest.raises(DamagedError):
             from_bytes(bytes(flipped))
     journal.write_bytes(content[:-1])
-    with pytest.raises(StorageError, match=r"journal.* can't be read: its bytes are not those that were written"):
+    message = r"(?s)journal.* can't be read: its bytes are not those that were written.* or remove"
+    with pytest.raises(StorageError, match=message):
         fit(recovering(tmp_path))
+    assert (tmp_path / KEPT / "scratch.bin").stat().st_size
     journal.write_bytes(content)
     assert min(fit(recovering(tmp_path)).losses) > 15
 
@@ -418,37 +411,6 @@ def test_two_at_once_need_two_paths(tmp_path: Path) -> None:
 def fail_at(batch: int, path: Any, **arguments: Any) -> None:
     with pytest.raises(Failure):
         fit(recovering(path), callbacks=[FailAt(batch)], **arguments)
-
-
-@pytest.mark.thorough
-def test_a_kill_while_files_are_removed_after_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next training begins anew."""
-    kept: list[bool] = []
-
-    def keep(volume: Any, *, remove: bool = True) -> None:  # the files after a kill during the removal
-        kept.append((volume.path.parent / "journal").exists())
-
-    expected = fit(recovering(apart(tmp_path)))
-    with monkeypatch.context() as patch:
-        patch.setattr(Volume, "close", keep)
-        patch.setattr(Volume, "remove", lambda volume: volume._directory.close(remove=False))
-        fit(recovering(tmp_path))
-    assert kept == [False]
-    assert same(outcome(fit(recovering(tmp_path))), outcome(expected))
-
-
-@pytest.mark.thorough
-def test_a_checkpoint_without_states_over_a_killed_run(tmp_path: Path) -> None:
-    saved = tmp_path / "saved.ckpt"
-
-    class Save(pl.Callback):
-        def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-            trainer.save_checkpoint(saved)
-
-    fit(recovering(tmp_path), callbacks=[Save()])
-    expected = fit(recovering(apart(tmp_path)), ckpt_path=saved)
-    fail_at(16, tmp_path)
-    assert same(outcome(fit(recovering(tmp_path), ckpt_path=saved)), outcome(expected))
 
 
 def test_weights_that_are_loaded_before_a_killed_run_resumes(tmp_path: Path) -> None:

@@ -404,34 +404,6 @@ def test_state_of_elements_and_odd_objects_is_restored(module: type[Stateful]) -
     assert_equal(train("auto", module=module, batches=3), run)
 
 
-@pytest.mark.thorough
-@pytest.mark.timeout(600)
-@settings(max_examples=12, deadline=None)
-@given(
-    st.dictionaries(st.integers(1, 24), st.integers(1, 64), max_size=12),
-    st.integers(1, 3),
-    st.sampled_from([AMPLE, SHORT]),
-    st.sampled_from([None, False, True]),
-    st.sampled_from(["32-true", "bf16-mixed"]),
-)
-def test_any_allocation_may_fail(
-    failures: dict[int, int], accumulate: int, meter: Meter, checkpointing: bool | None, precision: str
-) -> None:
-    """At most one of each micro-batch: a second failure is an error. All micro-batches are prepared for one."""
-    how: dict[str, Any] = {"accumulate": accumulate, "module": lambda: Stateful(checkpointing), "precision": precision}
-    how["batches"] = 12
-    run = None
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(auto_plan, "PROVEN", 2 * how["batches"])
-            run = train_by_default(meter, LimitedMemory(fails_at=failures.items()), **how)
-    except torch.OutOfMemoryError as error:
-        # Reentrant checkpointing accumulates gradients in several backwards.
-        assert checkpointing and accumulate > 1 and "could not be run again" in str(error.__notes__)
-    if run is not None:
-        assert_equal(train("auto", **how), run)
-
-
 def train_offloaded(
     precision: str, clip: float | None, accumulate: int, sees_gradients: bool, fails_at: Sequence[tuple[int, int]] = ()
 ) -> Run:
@@ -497,9 +469,10 @@ def test_gradients_that_were_added_in_fp32_to_earlier_ones_are_not_added_again(
 
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("states", ["gpu", "host"])
 @settings(max_examples=12, deadline=None)
 @given(
-    st.dictionaries(st.integers(1, 12), st.integers(1, 64), max_size=6),
+    st.dictionaries(st.integers(1, 24), st.integers(1, 64), max_size=12),
     st.integers(1, 3),
     st.sampled_from([AMPLE, SHORT]),
     st.sampled_from([None, False, True]),
@@ -508,7 +481,8 @@ def test_gradients_that_were_added_in_fp32_to_earlier_ones_are_not_added_again(
     st.booleans(),
     st.booleans(),
 )
-def test_any_allocation_may_fail_where_states_are_offloaded(
+def test_any_allocation_may_fail(
+    states: str,
     failures: dict[int, int],
     accumulate: int,
     meter: Meter,
@@ -518,26 +492,32 @@ def test_any_allocation_may_fail_where_states_are_offloaded(
     sees_gradients: bool,
     twice: bool,
 ) -> None:
-    """The steps of all micro-batches begin after their backward."""
+    """At most one of each micro-batch: a second failure is an error. All micro-batches are prepared for one.
+
+    With offloaded states, the steps of all micro-batches begin after their backward.
+    """
 
     def module() -> Stateful:
         return UsesTwice(checkpointing) if twice else Stateful(checkpointing)
 
     how: dict[str, Any] = {"accumulate": accumulate, "module": module, "precision": precision}
-    how |= {"batches": 6, "states": "host", "gradient_clip_val": clip}
+    how |= {"batches": 12 if states == "gpu" else 6, "gradient_clip_val": clip}
     run = None
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(auto_plan, "PROVEN", 2 * how["batches"])
             patch.setattr(auto_plan, "FIRST_MICRO_BATCHES", 2 * how["batches"])
             patch.setattr(setup, "user_sees_gradients", lambda trainer: sees_gradients)
-            run = train_by_default(meter, LimitedMemory(fails_at=failures.items()), **how)
+            run = train_by_default(meter, LimitedMemory(fails_at=failures.items()), states=states, **how)
     except torch.OutOfMemoryError as error:
-        # Reentrant checkpointing accumulates gradients in several backwards, and mixed precision adds them in fp32.
-        summed = twice and precision == "bf16-mixed" and accumulate > 1
-        assert (checkpointing or summed) and "could not be run again" in str(error.__notes__)
+        # Reentrant checkpointing accumulates gradients in several backwards. Offloaded ones are added in fp32.
+        summed = states == "host" and twice and precision == "bf16-mixed"
+        assert checkpointing or summed
+        assert states == "host" or accumulate > 1
+        assert "could not be run again" in str(error.__notes__)
     if run is not None:
-        assert_equal(train_by_default(AMPLE, LimitedMemory(), **how), run)
+        expected = train("auto", **how) if states == "gpu" else train_by_default(AMPLE, LimitedMemory(), states, **how)
+        assert_equal(expected, run)
 
 
 def test_a_backward_whose_gradients_were_stepped_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:

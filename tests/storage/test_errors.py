@@ -55,24 +55,6 @@ def test_a_failing_drive(store: BlobStore, backend: FaultyBackend, operation: Op
     assert store.stats().bytes_written <= 2 * blob.nbytes
 
 
-def test_a_full_disk(store: BlobStore, backend: FaultyBackend) -> None:
-    (piece,) = store.allocate(KIB).pieces
-    backend.error["write"] = OSError(errno.ENOSPC, "No space left on device")
-    with pytest.raises(StorageFullError, match=rf"{place(piece.offset)}.*ENOSPC.*Free space"):
-        store.write(piece, noise(KIB)).result()
-    assert store.stats().bytes_written == 0
-
-
-@pytest.mark.parametrize(("operation", "verb"), [("write", "wrote"), ("read", "read")])
-def test_a_short_transfer(store: BlobStore, backend: FaultyBackend, operation: Operation, verb: str) -> None:
-    (piece,) = store.allocate(8 * KIB).pieces
-    store.write(piece, noise(8 * KIB)).result()
-    backend.short.add(operation)
-    move = store.write if operation == "write" else store.read
-    with pytest.raises(StorageError, match=rf"{verb} only 4096 of 8192 bytes at {place(piece.offset)}"):
-        move(piece, noise(8 * KIB)).result()
-
-
 def test_a_piece_that_was_never_written(store: BlobStore) -> None:
     blob = store.allocate(KIB)
     write(store, blob, noise(KIB))

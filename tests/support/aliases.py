@@ -54,6 +54,66 @@ ALIASES: dict[str, Callable[[Tensor], Sequence[Tensor]]] = {
 }
 
 
+class _Own(torch.autograd.Function):
+    """Saves inputs, an output and numbers, and returns two results, of which one may have no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        out = (a * b).exp().clamp(max=3.0)
+        ctx.save_for_backward(a, b, out)
+        ctx.scale, ctx.shape = scale, a.shape
+        ctx.set_materialize_grads(False)
+        return out * scale, out.sum(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, summed: Tensor | None) -> tuple[Tensor, Tensor, None]:
+        a, b, out = ctx.saved_tensors
+        total = torch.zeros(ctx.shape)
+        if grad is not None:
+            total = total + grad * ctx.scale
+        if summed is not None:
+            total = total + summed
+        total = total * out * (out < 3)
+        return total * b, total * a, None
+
+
+class _Doubled(torch.autograd.Function):
+    """Changes its input in place."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor) -> Tensor:
+        a.mul_(2)
+        ctx.mark_dirty(a)
+        ctx.save_for_backward(a)
+        return a
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (doubled,) = ctx.saved_tensors
+        return grad * 2 + 0 * doubled
+
+
+def _own(a: Tensor, b: Tensor) -> Tensor:
+    out, summed = _Own.apply(a, b, 0.5)
+    return out + summed.tanh()  # type: ignore[no-any-return]
+
+
+def _complex(a: Tensor, b: Tensor) -> Tensor:
+    value = torch.complex(a, b)
+    out = torch.view_as_real(value.conj() * value.exp().resolve_conj() / (1 + value.abs()))
+    return out[..., 0].tanh() + out[..., 1].tanh()
+
+
+def _halves(a: Tensor, b: Tensor) -> Tensor:
+    left, right = (a + b).chunk(2)
+    return torch.cat((right.sin(), left.cos() * right))
+
+
+def _jagged(a: Tensor, b: Tensor) -> Tensor:
+    rows = torch.nested.nested_tensor_from_jagged(a * 1, torch.tensor([0, 1, len(a)]))
+    return (rows.sin() * rows).values() * b
+
+
 # Operations that save inputs, outputs, both, or copies.
 SAVING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "sin": lambda a, b: a.sin(),
@@ -65,6 +125,23 @@ SAVING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "where": lambda a, b: torch.where(a > b, a, b.sin()),
     "cat": lambda a, b: torch.cat((a, b)),
     "layer_norm": lambda a, b: nn.functional.layer_norm(a, a.shape[-1:]),
+    "matmul": lambda a, b: (a @ b).tanh(),
+    "attend": lambda a, b: (a @ b.t()).softmax(-1) @ b,
+    "half": lambda a, b: (a.bfloat16() @ b.bfloat16()).float().tanh(),
+    "halves": _halves,
+    "expand": lambda a, b: a[:1].expand_as(a) * b,
+    "sort": lambda a, b: a.sort(0)[0] * b.argsort(0),
+    "max": lambda a, b: a.max(0)[0] + b.min(-1, keepdim=True)[0],
+    "cumsum": lambda a, b: a.cumsum(0).tanh(),
+    "index": lambda a, b: a[b.detach().flatten().argsort()[: len(a)] % len(a)],
+    "scatter": lambda a, b: a.scatter_add(0, b.argsort(0), b),
+    "masked": lambda a, b: a.masked_fill(b > 0, 0.5).masked_scatter(a > 0, b),
+    "sparse": lambda a, b: torch.sparse.mm(a.detach().relu().to_sparse(), b).tanh(),
+    "recur": lambda a, b: torch.gru_cell(b, a, a.repeat(3, 1), b.repeat(3, 1)),
+    "complex": _complex,
+    "jagged": _jagged,
+    "own": _own,
+    "doubled": lambda a, b: _Doubled.apply(a),  # type: ignore[no-untyped-call, no-any-return]
 }
 
 
@@ -166,8 +243,10 @@ def matching(b: Tensor, a: Tensor) -> Tensor:
     return b.reshape(-1).repeat(1 + a.numel() // b.numel())[: a.numel()].view(a.shape)
 
 
-def run(program: Program, hooks: Hooks, survivors: int = 0) -> tuple[list[Tensor | None], list[str]]:
-    """Returns the leaves' gradients, and the outcome of each step and of backward.
+def run(
+    program: Program, hooks: Hooks, survivors: int = 0, backwards: int = 1
+) -> tuple[list[Tensor | None], list[str]]:
+    """Returns the leaves' gradients, and the outcome of each step and of the backwards, which share the graph.
 
     `survivors` values are alive after the forward, and are changed before backward.
     """
@@ -207,16 +286,19 @@ def run(program: Program, hooks: Hooks, survivors: int = 0) -> tuple[list[Tensor
             except (RuntimeError, IndexError, ValueError, TypeError) as error:
                 told.append(type(error).__name__)
             del a, b
-        loss = torch.stack(losses).sum()
+        sums = [torch.stack(part).sum() for first in range(backwards) if (part := losses[first::backwards])]
         values = values[len(values) - survivors :]
         del losses
     for value in values:
         with suppress(RuntimeError):  # an expanded tensor can't be written to
             value.data.mul_(0.5)
-    try:
-        loss.backward()
-    except RuntimeError as error:
-        told.append("in place" if "inplace" in str(error) else str(error))
+    for number, loss in enumerate(sums):
+        try:
+            if loss.requires_grad:
+                loss.backward(retain_graph=number < len(sums) - 1)
+        except RuntimeError as error:
+            told.append("in place" if "inplace" in str(error) else str(error))
+            break
     return [leaf.grad for leaf in leaves], told
 
 

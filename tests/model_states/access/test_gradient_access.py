@@ -1,6 +1,5 @@
 """User code that reads and writes gradients of offloaded parameters, against plain Lightning, bit for bit."""
 
-import copy
 import functools
 import pickle
 from pathlib import Path
@@ -16,18 +15,10 @@ from torch import Tensor, nn
 
 from lightning_ssd.model_states import build
 from tests.support.access import PLACES, Toy, compare, fit
-from tests.support.compare import assert_same, same
+from tests.support.compare import assert_same
 from tests.support.late_device import LateCopies
 
 ADAMW = {"optimizer": torch.optim.AdamW, "lr": 0.01}
-
-
-class OwnBackward(Toy):
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        loss.backward()
-        self.seen.append(float(nn.utils.clip_grad_norm_(self.parameters(), 0.01)))
-        for parameter in self.blocks[1].parameters():
-            parameter.grad.add_(0.1)
 
 
 class Manual(Toy):
@@ -68,22 +59,6 @@ class Accumulating(Toy):
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.seen.append([float(parameter.grad.norm()) for parameter in self.blocks.parameters()])
-
-
-class Hooked(Toy):
-    """Hooks on parameters and modules, registered before and during training."""
-
-    def on_fit_start(self) -> None:
-        self.blocks[0].up.weight.register_hook(lambda gradient: gradient * 0.5 + self.blocks[1].up.weight.detach())
-        self.blocks[1].up.weight.register_post_accumulate_grad_hook(self.look)
-
-    def on_train_start(self) -> None:
-        self.blocks[0].down.weight.register_post_accumulate_grad_hook(self.look)
-
-    def look(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        self.seen.append(parameter.grad.norm().item())
-        parameter.grad.mul_(0.5)
 
 
 class HookedInInit(Toy):
@@ -137,11 +112,9 @@ class Zeroed(Toy):
 
 
 KINDS = [
-    OwnBackward,
     Surgery,
     Assigned,
     Accumulating,
-    Hooked,
     HookedInInit,
     Zeroed,
 ]
@@ -569,37 +542,6 @@ def test_gradients_that_no_hook_reads_are_not_summed_on_the_host(tmp_path: Path,
 
 
 # ---- state dicts, copies, files ----
-
-
-class Keeper(pl.Callback):
-    """Keeps copies of the module and of itself."""
-
-    def __init__(self) -> None:
-        self.copies: list[Any] = []
-        self.module: Any = None
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        self.module = None
-        self.copies.append(copy.deepcopy(pl_module))
-        self.module = pl_module
-        other = copy.deepcopy(self)
-        assert all(
-            same(a, b)
-            for a, b in zip(other.module.state_dict().values(), pl_module.state_dict().values(), strict=False)
-        )
-        other.module = pl_module.blocks
-        pickle.loads(pickle.dumps(other.module))
-
-
-def test_copies_of_a_module_and_of_callbacks_train_on_their_own(tmp_path: Path) -> None:
-    seen = []
-    for states in ("ssd", None):
-        keeper = Keeper()
-        module = fit(tmp_path, Toy(), states, callbacks=[keeper])
-        continued = [fit(tmp_path, copied, None).state_dict() for copied in keeper.copies]
-        seen.append([module.state_dict(), *continued])
-        pickle.loads(pickle.dumps(module))
-    assert all(same(dict(ours), dict(plain)) for ours, plain in zip(*seen, strict=True))
 
 
 def test_a_trainer_is_pickled_after_fit(tmp_path: Path) -> None:

@@ -102,10 +102,6 @@ USES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "a function that saves a view": lambda m, x: Multiply.apply(x, m.head.weight.t()),
     "a checkpoint of a view": lambda m, x: checkpoint(torch.matmul, x, m.head.weight.t(), use_reentrant=False),
     "a reentrant checkpoint of a view": lambda m, x: checkpoint(torch.matmul, x, m.head.weight.t(), use_reentrant=True),
-    "a checkpoint of a weight": lambda m, x: checkpoint(F.linear, x, m.head.weight, m.head.bias, use_reentrant=False),
-    "a reentrant checkpoint of a weight": lambda m, x: checkpoint(
-        F.linear, x, m.head.weight, m.head.bias, use_reentrant=True
-    ),
 }
 
 

@@ -8,8 +8,6 @@ import dataclasses
 import os
 import re
 import runpy
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -359,23 +357,6 @@ def test_optimizer_states_have_the_strides_of_their_parameters(tmp_path: Path, c
     assert same(contents["ours"], contents["plain"])
 
 
-def test_the_old_sharded_checkpoint_is_kept_if_saving_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "a.ckpt"
-    save_sharded({"state_dict": {"old": torch.zeros(10)}}, path)
-
-    def fail(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="No space"):
-        save_sharded({"state_dict": {"new": torch.zeros(10)}}, path)
-    monkeypatch.undo()
-    assert list(load_sharded(path)["state_dict"]) == ["old"]
-    save_sharded({"state_dict": {"new": torch.ones(10)}}, path)
-    assert torch.equal(load_sharded(path)["state_dict"]["new"], torch.ones(10))
-    assert [entry.name for entry in tmp_path.iterdir()] == ["a.ckpt"]
-
-
 def test_a_missing_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nowhere.ckpt"):
         train(tmp_path, ssd(), Model(), ckpt_path=str(tmp_path / "nowhere.ckpt"))
@@ -537,70 +518,6 @@ def test_a_checkpoint_is_saved_in_the_memory_of_a_few_units(tmp_path: Path, stat
         loaded = load_sharded(saved)
         assert sum(value.nbytes for value in loaded["state_dict"].values()) > 64 * 2**20
         assert memory() - before < size / 3
-
-
-KILLED = """
-import os, signal, sys, torch
-from lightning_ssd.model_states.checkpoints import lazy
-os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)
-lazy.save({"new": torch.ones(1000)}, sys.argv[1])
-"""
-
-
-@pytest.mark.thorough
-def test_the_old_file_is_kept_if_saving_is_killed(tmp_path: Path) -> None:
-    path = tmp_path / "a [1].ckpt"
-    save({"old": torch.zeros(1000)}, path)
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(path)], cwd=Path(__file__).parents[3])
-    assert killed.returncode == -signal.SIGKILL
-    assert list(torch.load(path)) == ["old"]
-    assert len(list(tmp_path.iterdir())) == 2
-    save({"newer": torch.ones(1000)}, path)  # which removes files of the killed one
-    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
-    assert list(torch.load(path)) == ["newer"]
-
-
-def test_the_old_file_is_kept_if_saving_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "a.ckpt"
-    save({"old": torch.zeros(1000)}, path)
-
-    def fail(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="No space"):
-        save({"new": torch.ones(1000)}, path)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["a.ckpt"]
-    assert list(torch.load(path)) == ["old"]
-
-
-def test_lazy_tensors(tmp_path: Path) -> None:
-    """Lazy tensors of every shape and dtype are read once, and saved as ordinary tensors that `weights_only` loads."""
-    tensors = LazyTensors()
-    values = [torch.randn(40, 50), torch.randn(3), torch.randn(()), torch.arange(100), torch.randn(64).bfloat16()]
-    reads: list[int] = []
-
-    def make(index: int) -> Tensor:
-        def read() -> Tensor:
-            reads.append(index)
-            return values[index]
-
-        return tensors.make(index, values[index], read, copied=False)
-
-    with tensors.making():
-        lazy = [make(index) for index in range(len(values))]
-        assert make(0) is lazy[0]
-    assert [tensor.shape for tensor in lazy] == [value.shape for value in values] and not reads
-    save({"list": lazy, "nested": {"same": lazy[0]}}, tmp_path / "a.ckpt")
-    loaded = torch.load(tmp_path / "a.ckpt", weights_only=True)
-    assert same(loaded["list"], values) and same(loaded["nested"]["same"], values[0])
-    assert loaded["list"][0].data_ptr() == loaded["nested"]["same"].data_ptr()
-    reads.clear()
-    assert torch.equal(lazy[0] + 1, values[0] + 1) and torch.equal(lazy[0].T, values[0].T)
-    assert reads == [0]
-    tensors.load_all()
-    values[3].zero_()
-    assert lazy[3].sum() == 4950
 
 
 class OnMeta(Model):

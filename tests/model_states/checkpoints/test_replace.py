@@ -12,6 +12,7 @@ import torch
 from lightning_ssd.model_states import find_replaced, is_sharded, load_sharded, save, save_sharded
 from lightning_ssd.model_states.checkpoints import replace
 from tests.support.interrupted import Fault, disturb
+from tests.support.products import combinations
 
 
 def checkpoint(number: int) -> dict[str, Any]:
@@ -40,13 +41,13 @@ SAVES: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
 }
 
 
-@pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "no exchange"])
-@pytest.mark.parametrize(
-    "saves",
-    [kind if kind == "directory over directory" else pytest.param(kind, marks=pytest.mark.thorough) for kind in SAVES],
+@combinations(
+    "fault, saves, exchange",
+    ["fail", "kill"],
+    list(SAVES),
+    [True, False],
+    quick=[("fail", "directory over directory", True), ("fail", "file over file", True)],
 )
-@pytest.mark.parametrize("fault", ["fail", "kill"])
 def test_every_call_that_fails_or_is_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault, saves: str, exchange: bool
 ) -> None:

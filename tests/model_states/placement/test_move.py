@@ -213,32 +213,6 @@ def test_memory_that_runs_out_between_units(tmp_path: Path, monkeypatch: pytest.
     assert brought
 
 
-def test_the_planner_moves_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """States are in host memory by default, the link is slow, and the device has room."""
-    monkeypatch.setattr(
-        StatesConfig, "offloads", lambda *_, **__: True
-    )  # a CPU's memory is the host's: no state would be moved
-    machine = tmp_path / "machine.json"
-    slow = dict.fromkeys(("copy_in", "copy_out", "copy_in_both", "copy_out_both"), 1e6)
-    replace(HardwareProfile.from_json(MACHINE), **slow).to_json(machine)
-    swaps = planner(machine=machine)
-    model = Model()
-    watched: list[Any] = []
-
-    class Watch(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-            watched.append((trainer.strategy.model_states, trainer.strategy.offloader))
-
-    auto: Any = {"min_bytes": 1, "host_memory": "64MiB"}
-    actual = train(
-        tmp_path, SSDOffloadStrategy(tmp_path, **auto), model, callbacks=[swaps, Watch()], limit_val_batches=0
-    )
-    assert actual.losses == train(tmp_path, "auto", model, limit_val_batches=0).losses
-    assert swaps.cycle.plan is not None
-    assert watched[0][0] is not watched[-1][0] and watched[0][1] is not watched[-1][1]
-    assert {unit.states for unit in swaps.cycle.plan.units.values()} == {"gpu"}
-
-
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("least", "gpu_memory"), [(PART_ELEMENTS, "125kB"), (512, "130kB")])
 def test_teraios_plan_is_applied(

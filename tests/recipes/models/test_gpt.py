@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.recipes.data import TextDataModule
@@ -51,37 +50,6 @@ def test_accumulated_micro_batches_all_count_as_tokens(tmp_path: Path, text: Tex
     model = tiny()
     trainer(tmp_path, max_steps=3, accumulate_grad_batches=4, limit_val_batches=0).fit(model, text)
     assert model.seen == 3 * 4 * 4 * 32
-
-
-class Losses(pl.Callback):
-    """Keeps the training losses."""
-
-    def __init__(self) -> None:
-        self.values: list[Tensor] = []
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.values.append(outputs["loss"].detach())
-
-
-def first_loss(folder: Path, batch: Any, model: GPT) -> float:
-    losses = Losses()
-    trainer(folder, max_steps=1, callbacks=[losses]).fit(model, iter([batch]))
-    return losses.values[0].item()
-
-
-def test_loss_is_that_of_transformers(tmp_path: Path) -> None:
-    ids = torch.randint(0, 257, (2, 32))
-    labels = ids.clone()
-    labels[:, :7] = -100
-    reference = tiny()
-    reference.configure_model()
-    assert reference.model is not None
-    for batch, expected in (
-        (ids, reference.model(ids, labels=ids)),
-        ({"input_ids": ids}, reference.model(ids, labels=ids)),
-        ({"input_ids": ids, "labels": labels}, reference.model(ids, labels=labels)),
-    ):
-        assert math.isclose(first_loss(tmp_path, batch, tiny()), expected.loss.item(), rel_tol=1e-6)
 
 
 def test_norms_and_biases_do_not_decay(tmp_path: Path, text: TextDataModule) -> None:

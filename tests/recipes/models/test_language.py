@@ -87,6 +87,10 @@ def test_loss_is_that_of_transformers(make: Any) -> None:
     model: Any = module.model
     batch = some_batch(make)
     assert math.isclose(module.training_loss(batch).item(), model(**batch).loss.item(), rel_tol=1e-6)
+    if make is gpt:  # which predicts each next token where a batch has no labels
+        ids = batch["input_ids"]
+        for alone in (ids, {"input_ids": ids}):
+            assert math.isclose(module.training_loss(alone).item(), model(ids, labels=ids).loss.item(), rel_tol=1e-6)
 
 
 @pytest.mark.parametrize("make", KINDS)
