@@ -24,8 +24,6 @@ class KnownMemory:
         """Whether the device is known to lack room for saved tensors of the present micro-batch."""
         self._kinds: dict[frozenset[int], SeenBatches] = {}
         """Known batches, by the trained parameters of their micro-batches."""
-        self._only_this = False
-        """Whether the memory that is known afterwards is that of the present micro-batch alone."""
 
     def begin(self, shape: BatchShape | None, trained: frozenset[int]) -> None:
         """Begins a micro-batch, and has it measured if it may need more memory than known ones.
@@ -44,8 +42,6 @@ class KnownMemory:
             grown = not limit.fits_grown(shape.nbytes / most if most else 1.0)
         if grown or limit.measuring or (self._kinds and not comparable):
             limit.measure()
-        # Before a measurement, a bound was known for all earlier batches.
-        self._only_this = limit.measuring and not limit.measured
         self.short = limit.known and not limit.fits
         self.fits = known and limit.fits
 
@@ -62,9 +58,8 @@ class KnownMemory:
 
     def end(self, shape: BatchShape | None, trained: frozenset[int]) -> None:
         """Ends the micro-batch; arguments as those of `begin`."""
-        if self._only_this:
+        if not (self.limit.known or self.limit.measured):  # what was known before, if anything, is forgotten
             self._kinds.clear()
-            self._only_this = False
         seen = self._kinds.setdefault(trained, SeenBatches())
         if shape is not None:
             seen.add(shape)
