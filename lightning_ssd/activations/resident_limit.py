@@ -32,8 +32,8 @@ class ResidentLimit:
     tensors. The rest of the memory is the limit of kept storages and of the window. A micro-batch is also measured if
     it begins with another number of allocated bytes than the measured ones: optimizer states are allocated in the first
     step, gradients in the first micro-batch of an accumulation, and batches grow. If a peak exceeds the memory
-    nevertheless, the limit is lowered by the excess. After a micro-batch without saved-tensor hooks, the limit is
-    lowered by the difference between its peak and the expected one.
+    nevertheless, the limit is lowered by the excess. After a micro-batch that keeps all storages, the limit is lowered
+    by the difference between its peak and the expected one.
 
     The allocator's peak is reset before each measured micro-batch, after one that exceeded the memory, and, while
     memory is scarce, after a higher peak of an optimizer step, a validation or user code.
@@ -55,7 +55,8 @@ class ResidentLimit:
 
     def __init__(self, meter: AllocatorMeter) -> None:
         self.measuring = False
-        """True if the present micro-batch is measured: it offloads all saved storages that can be offloaded."""
+        """True if the present micro-batch is measured: it offloads all saved storages that can be offloaded, unless
+        `keeps_unknown`."""
         self.scarce = False
         """True if the present micro-batch may save more bytes than there is room for."""
         self.meter = meter
@@ -110,11 +111,15 @@ class ResidentLimit:
                 0: unknown.
         """
         limit, allocated = self.meter.limit() - self._withheld, self.meter.allocated()
-        # Without hooks, growth beyond the expected peak would be noticed only when memory has run out.
-        most = min(limit, self.needed_bytes or limit) if self._without_hooks else limit
+        # Growth beyond the expected peak would be noticed only when memory has run out.
+        most = limit
+        if self._without_hooks:
+            most = min(limit, self.needed_bytes or limit)
+        elif self.known and not self.scarce:
+            most = min(limit, self._limit - self.room_bytes + expected_bytes)
         self._limit = limit
-        if self._peak:
-            expected_bytes += self.unsaved_bytes
+        if self._peak and self.unsaved_bytes:  # kept bytes include the storage that backward needs first
+            expected_bytes = max(expected_bytes, self._kept_unknown) + self.unsaved_bytes
         self.unsaved_bytes = 0
         self._largest_bytes = max(self._largest_bytes, expected_bytes)
         # A measured micro-batch without a backward has no peak: the next one is measured instead.

@@ -320,7 +320,7 @@ class AutoPlan(Uncopied):
         elif self._shape is not None:  # without shapes of batches there is no plan
             if cycle is None and checkpoints.closed:  # modules may have changed since they were called
                 checkpoints = self._checkpoints = UnplannedCheckpoints(self._training)
-            checkpoints.begin_micro_batch(known.limit, again=again)
+            checkpoints.begin_micro_batch(known, again=again)
 
     def _end_backward(self) -> None:
         """Passes the peak of a micro-batch without hooks to the limit, because the offloader did not follow it."""

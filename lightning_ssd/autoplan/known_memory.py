@@ -10,7 +10,8 @@ MAX_KINDS = 64
 class KnownMemory:
     """Compares each micro-batch with earlier ones, whose memory is known: by its batch and its trained parameters.
 
-    A micro-batch that may need more memory is measured: it offloads all saved tensors, one at a time.
+    A micro-batch that may need more memory is measured: it checkpoints units, or offloads all saved tensors, one at a
+    time.
 
     Args:
         limit: limit of kept tensors, whose `begin` is called before.
@@ -40,9 +41,9 @@ class KnownMemory:
             # Another shape of no more bytes may need more memory, too: that of attention depends on the length.
             most = max(seen.nbytes for seen in comparable)
             grown = not limit.fits_grown(shape.nbytes / most if most else 1.0)
+        self.short = limit.known and not limit.fits  # and so it is for a larger batch, whatever its measurement shows
         if grown or limit.measuring or (self._kinds and not comparable):
             limit.measure()
-        self.short = limit.known and not limit.fits
         self.fits = known and limit.fits
 
     def lacks(self, saved_bytes: int) -> bool:

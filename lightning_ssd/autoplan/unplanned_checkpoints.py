@@ -5,7 +5,9 @@ host memory, and seconds to page-lock it, for nothing.
 
 Only units may be checkpointed that are one layer of transformers (`allows_checkpointing`). The first call of each kind
 of unit runs under a `TraceMode`, which shows whether its forward may be run again. Its saved tensors are kept or
-offloaded, and their bytes stand for those of later units of its kind. Compiled units are not checkpointed: their first
+offloaded, and their bytes stand for those of later units of its kind. A micro-batch whose memory is not known, such as
+one that is larger than all before, checkpoints units, too: its peak, and the bytes of its first unit of each kind, show
+whether the next one has room for all saved tensors. Compiled units are not checkpointed: their first
 calls compile.
 """
 
@@ -29,6 +31,7 @@ from lightning_ssd.activations import (
     kind_of,
     rerun_arguments,
 )
+from lightning_ssd.autoplan.known_memory import KnownMemory
 from lightning_ssd.autoplan.protocol import Training
 from lightning_ssd.profiling import TraceMode
 from lightning_ssd.uncopied import ModuleHook, Uncopied
@@ -52,6 +55,8 @@ class UnplannedCheckpoints(Uncopied):
     def __init__(self, training: Training) -> None:
         self.short = self.closed = False
         self._training = training
+        self._lacks = False
+        """Whether earlier micro-batches have shown that saved tensors of the present one have no room."""
         self._only_now = False
         """Whether units are checkpointed in the present micro-batch alone, whose saved tensors may have no room."""
         self._keeps = True
@@ -95,22 +100,22 @@ class UnplannedCheckpoints(Uncopied):
         if self.modules:
             limit.begin_anew()
 
-    def begin_micro_batch(self, limit: ResidentLimit, *, again: bool = False) -> None:
-        """Checkpoints units in the micro-batch that has begun, if its saved tensors have no room within `limit`.
+    def begin_micro_batch(self, known: KnownMemory, *, again: bool = False) -> None:
+        """Checkpoints units in the micro-batch that has begun, if its saved tensors have no room.
 
         Args:
-            limit: the limit of kept tensors.
+            known: the memory of earlier micro-batches.
             again: whether the micro-batch has run out of memory, so that it needs the least that is possible.
         """
         self.end_forward()
         if not self._is_hooked:
             self._is_hooked = True
             self._hook_units()
-        self._limit = limit
+        self._limit = limit = known.limit
         self._level, self._saved_before = limit.meter.allocated(), self._saved()
         self._left = Counter(self._kinds.values())
         self._bytes.clear()
-        self._only_now, self._keeps = False, not again
+        self._lacks, self._only_now, self._keeps = known.short, False, not again
         if self.short and limit.measuring:
             limit.keeps_unknown = self._keeps and bool(self.modules)
         if self._kinds:
@@ -191,8 +196,9 @@ class UnplannedCheckpoints(Uncopied):
             left = sum(self._bytes[kind] * count for kind, count in self._left.items() if kind in self._bytes)
             saved, most = self._saved() - self._saved_before + limit.unsaved_bytes + left, limit.meter.limit()
             possible = any(self._may_run_again.values()) and self._training.offloader.policy.mode is None
-            if self._level + saved > most or (possible and limit.known and limit.scarce):
+            if self._level + saved > most or (possible and self._lacks):
                 self.checkpoint_all(limit)
+                limit.keeps_unknown = self._keeps and bool(self.modules)
             elif not limit.known:
                 surely_fit = self._level + saved <= SURELY_FITS * most
                 surely_fit = surely_fit and not (limit.measuring and self._may_run_again)
