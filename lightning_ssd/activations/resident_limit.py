@@ -32,8 +32,8 @@ class ResidentLimit:
     tensors. The rest of the memory is the limit of kept storages and of the window. A micro-batch is also measured if
     it begins with another number of allocated bytes than the measured ones: optimizer states are allocated in the first
     step, gradients in the first micro-batch of an accumulation, and batches grow. If a peak exceeds the memory
-    nevertheless, the limit is lowered by the excess. After a micro-batch without saved-tensor hooks, the limit is
-    lowered by the difference between its peak and the expected one.
+    nevertheless, the limit is lowered by the excess. After a micro-batch that keeps all storages, the limit is lowered
+    by the difference between its peak and the expected one.
 
     The allocator's peak is reset before each measured micro-batch, after one that exceeded the memory, and, while
     memory is scarce, after a higher peak of an optimizer step, a validation or user code.
@@ -55,13 +55,17 @@ class ResidentLimit:
 
     def __init__(self, meter: AllocatorMeter) -> None:
         self.measuring = False
-        """True if the present micro-batch is measured: it offloads all saved storages that can be offloaded."""
+        """True if the present micro-batch is measured: it offloads all saved storages that can be offloaded, unless
+        `keeps_unknown`."""
         self.scarce = False
         """True if the present micro-batch may save more bytes than there is room for."""
         self.meter = meter
         """The device's allocator."""
         self.expected_bytes = 0
         """Expected saved bytes of the present micro-batch."""
+        self.unsaved_bytes = 0
+        """Bytes that the last micro-batch would have saved besides, had its units not been checkpointed: the next one
+        is expected to save them, too."""
         self.placed_bytes = 0
         """`expected_bytes` without the storages within the window, which are kept without asking the placement."""
         self._limit = float("inf")
@@ -92,7 +96,8 @@ class ResidentLimit:
         self._lowest = 2**63
         """The least bytes that were allocated before a micro-batch."""
         self.keeps_unknown = False
-        """Whether a micro-batch whose memory is not known keeps storages. Otherwise it offloads those that can be."""
+        """Whether a micro-batch that is measured, or whose memory is not known, keeps storages while there is memory.
+        Otherwise it offloads those that can be."""
         self._kept_unknown = 0
         """Bytes that the present micro-batch has kept so."""
         self._unfinished = False
@@ -106,16 +111,24 @@ class ResidentLimit:
                 0: unknown.
         """
         limit, allocated = self.meter.limit() - self._withheld, self.meter.allocated()
-        # Without hooks, growth beyond the expected peak would be noticed only when memory has run out.
-        most = min(limit, self.needed_bytes or limit) if self._without_hooks else limit
+        # Growth beyond the expected peak would be noticed only when memory has run out.
+        most = limit
+        if self._without_hooks:
+            most = min(limit, self.needed_bytes or limit)
+        elif self.known and not self.scarce:
+            most = min(limit, self._limit - self.room_bytes + expected_bytes)
         self._limit = limit
+        if self._peak and self.unsaved_bytes:  # kept bytes include the storage that backward needs first
+            expected_bytes = max(expected_bytes, self._kept_unknown) + self.unsaved_bytes
+        self.unsaved_bytes = 0
         self._largest_bytes = max(self._largest_bytes, expected_bytes)
         # A measured micro-batch without a backward has no peak: the next one is measured instead.
         self._unfinished = self.measuring and not self._peak
         if self._peak and self.measuring:
-            self._others = max(self._others if self._levels else 0.0, self._peak)
+            self._others = max(1.0, self._others if self._levels else 0.0, self._peak - self._kept_unknown)
             self._levels = [*self._levels, self._level][-self.MOST_LEVELS :]
             self._measured_bytes = expected_bytes
+            self.keeps_unknown = False
         elif self._peak and not self._others:
             # Storages that were kept count as allocated at the peak: a micro-batch that keeps no more bytes needs no
             # more memory.
@@ -153,6 +166,7 @@ class ResidentLimit:
     def measure(self) -> None:
         """Measures the present micro-batch, which has begun and saved nothing yet."""
         self.measuring = self.scarce = True
+        self.keeps_unknown, self.unsaved_bytes = False, 0
         self._room = 0.0
         self.meter.reset_peak()
 
@@ -166,6 +180,7 @@ class ResidentLimit:
             self._others, self._peak, self._largest_bytes = 0.0, 0, 0
             self._levels.clear()
             self.scarce, self.keeps_unknown = False, True
+        self.unsaved_bytes = 0
 
     def lower(self) -> None:
         """Called when the present micro-batch has run out of memory, before it is run again and measured."""
@@ -261,8 +276,8 @@ class ResidentLimit:
         return True
 
     def keep_unknown(self, nbytes: int) -> bool:
-        """Returns what `keep` does, for a micro-batch whose memory is not known."""
-        if self.measuring or not self.keeps_unknown or self.meter.allocated() > self.ASSUMED * self._limit:
+        """Returns what `keep` does, for a micro-batch that is measured, or whose memory is not known."""
+        if not self.keeps_unknown or self.meter.allocated() > self.ASSUMED * self._limit:
             return False
         self._kept_unknown += nbytes
         return True

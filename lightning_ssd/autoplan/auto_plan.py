@@ -306,15 +306,21 @@ class AutoPlan(Uncopied):
             peak, most = format_bytes(known.limit.needed_bytes), format_bytes(known.limit.meter.limit())
             self._log(f"keeps all saved tensors on the {self._device}: a step needs at most {peak} of {most}")
 
-    def _begin_checkpoints(self, known: KnownMemory) -> None:
-        """Checkpoints units in the present micro-batch if it is one before a plan."""
+    def _begin_checkpoints(self, known: KnownMemory, *, again: bool = False) -> None:
+        """Checkpoints units in the present micro-batch if it is one before a plan, `again` if it has run out of memory.
+
+        No unit is hooked while all saved tensors are kept, until those of a larger batch may have no room.
+        """
         checkpoints, cycle = self._checkpoints, self.cycle
         if checkpoints is None:
             return
-        if self.outcome != "measuring" if cycle is None else cycle.phase in ("timing", "idle"):
+        kept = self.outcome == "keep" and not known.limit.scarce
+        if kept or self.outcome == "offload" or (cycle is not None and cycle.phase in ("timing", "idle")):
             checkpoints.close()
         elif self._shape is not None:  # without shapes of batches there is no plan
-            checkpoints.begin_micro_batch(known.limit)
+            if cycle is None and checkpoints.closed:  # modules may have changed since they were called
+                checkpoints = self._checkpoints = UnplannedCheckpoints(self._training)
+            checkpoints.begin_micro_batch(known, again=again)
 
     def _end_backward(self) -> None:
         """Passes the peak of a micro-batch without hooks to the limit, because the offloader did not follow it."""
@@ -325,7 +331,10 @@ class AutoPlan(Uncopied):
         """Plans the training if saved tensors have no room, or if model states may be moved."""
         movable = self._states_are_movable()
         pattern = self._training.offloader.last_pattern
-        first_lacks_room = self._steps == 1 and pattern is not None and known.lacks(pattern.offloadable_bytes(0))
+        unsaved = known.limit.unsaved_bytes
+        first_lacks_room = (
+            self._steps == 1 and pattern is not None and known.lacks(pattern.offloadable_bytes(0) + unsaved)
+        )
         checkpoints = self._checkpoints
         checkpointed = checkpoints is not None and bool(checkpoints.modules)
         self._short = self._short or first_lacks_room or checkpointed
@@ -436,16 +445,16 @@ class AutoPlan(Uncopied):
             self._policy = offloader.policy
         offloader.begin_micro_batch()
         offloader.free_discarded()
+        policy = replace(offloader.policy, window_bytes=0, hooks_enabled=True, mode=None)
+        if self.cycle is None:
+            known.limit.lower()
+            known.limit.measure()
+        else:
+            policy = replace(policy, placement=OffloadAll(tuple(offloader.tiers)))
+        offloader.run(policy)
+        self._begin_checkpoints(known, again=True)
         if self._checkpoints is not None:
             self._checkpoints.short = True
-            self._begin_checkpoints(known)
-        policy = replace(offloader.policy, window_bytes=0, hooks_enabled=True, mode=None)
-        if self.cycle is not None:
-            offloader.run(replace(policy, placement=OffloadAll(tuple(offloader.tiers))))
-            return
-        known.limit.lower()
-        known.limit.measure()
-        offloader.run(policy)
 
     def restart_after_offload(self, part: str) -> None:
         """Prepares the third attempt of a micro-batch, for which all model states were offloaded.
@@ -469,7 +478,7 @@ class AutoPlan(Uncopied):
         self._limited, self._at_boundary, self._ran_out = True, False, True
         self._apply_limit(self._known)
         self._known.limit.measure()
-        self._begin_checkpoints(self._known)
+        self._begin_checkpoints(self._known, again=True)
         offloader.run(replace(offloader.policy, window_bytes=0))
 
     def _restore(self) -> None:

@@ -10,7 +10,8 @@ MAX_KINDS = 64
 class KnownMemory:
     """Compares each micro-batch with earlier ones, whose memory is known: by its batch and its trained parameters.
 
-    A micro-batch that may need more memory is measured: it offloads all saved tensors, one at a time.
+    A micro-batch that may need more memory is measured: it checkpoints units, or offloads all saved tensors, one at a
+    time.
 
     Args:
         limit: limit of kept tensors, whose `begin` is called before.
@@ -24,8 +25,6 @@ class KnownMemory:
         """Whether the device is known to lack room for saved tensors of the present micro-batch."""
         self._kinds: dict[frozenset[int], SeenBatches] = {}
         """Known batches, by the trained parameters of their micro-batches."""
-        self._only_this = False
-        """Whether the memory that is known afterwards is that of the present micro-batch alone."""
 
     def begin(self, shape: BatchShape | None, trained: frozenset[int]) -> None:
         """Begins a micro-batch, and has it measured if it may need more memory than known ones.
@@ -42,11 +41,9 @@ class KnownMemory:
             # Another shape of no more bytes may need more memory, too: that of attention depends on the length.
             most = max(seen.nbytes for seen in comparable)
             grown = not limit.fits_grown(shape.nbytes / most if most else 1.0)
+        self.short = limit.known and not limit.fits  # and so it is for a larger batch, whatever its measurement shows
         if grown or limit.measuring or (self._kinds and not comparable):
             limit.measure()
-        # Before a measurement, a bound was known for all earlier batches.
-        self._only_this = limit.measuring and not limit.measured
-        self.short = limit.known and not limit.fits
         self.fits = known and limit.fits
 
     def lacks(self, saved_bytes: int) -> bool:
@@ -62,9 +59,8 @@ class KnownMemory:
 
     def end(self, shape: BatchShape | None, trained: frozenset[int]) -> None:
         """Ends the micro-batch; arguments as those of `begin`."""
-        if self._only_this:
+        if not (self.limit.known or self.limit.measured):  # what was known before, if anything, is forgotten
             self._kinds.clear()
-            self._only_this = False
         seen = self._kinds.setdefault(trained, SeenBatches())
         if shape is not None:
             seen.add(shape)

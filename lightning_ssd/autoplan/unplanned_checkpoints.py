@@ -5,7 +5,9 @@ host memory, and seconds to page-lock it, for nothing.
 
 Only units may be checkpointed that are one layer of transformers (`allows_checkpointing`). The first call of each kind
 of unit runs under a `TraceMode`, which shows whether its forward may be run again. Its saved tensors are kept or
-offloaded, and their bytes stand for those of later units of its kind. Compiled units are not checkpointed: their first
+offloaded, and their bytes stand for those of later units of its kind. A micro-batch whose memory is not known, such as
+one that is larger than all before, checkpoints units, too: its peak, and the bytes of its first unit of each kind, show
+whether the next one has room for all saved tensors. Compiled units are not checkpointed: their first
 calls compile.
 """
 
@@ -29,13 +31,14 @@ from lightning_ssd.activations import (
     kind_of,
     rerun_arguments,
 )
+from lightning_ssd.autoplan.known_memory import KnownMemory
 from lightning_ssd.autoplan.protocol import Training
 from lightning_ssd.profiling import TraceMode
 from lightning_ssd.uncopied import ModuleHook, Uncopied
 
 SURELY_FITS = 0.5
 """Share of memory that allocated memory and saved tensors of units take, up to which all saved tensors are kept in a
-micro-batch whose other memory is not known."""
+micro-batch whose other memory is not known. Above, its units are checkpointed, which shows that memory."""
 
 
 class UnplannedCheckpoints(Uncopied):
@@ -46,11 +49,18 @@ class UnplannedCheckpoints(Uncopied):
 
     Attributes:
         short: whether saved tensors are known to have no room, so that units are checkpointed from now on.
+        closed: whether `close` was called, after which no unit is checkpointed.
     """
 
     def __init__(self, training: Training) -> None:
-        self.short = False
+        self.short = self.closed = False
         self._training = training
+        self._lacks = False
+        """Whether earlier micro-batches have shown that saved tensors of the present one have no room."""
+        self._only_now = False
+        """Whether units are checkpointed in the present micro-batch alone, whose saved tensors may have no room."""
+        self._keeps = True
+        """Whether other saved tensors of such a micro-batch are kept while there is memory."""
         self._limit: ResidentLimit | None = None
         """The limit of kept tensors of the present micro-batch; `None`: no unit is checkpointed in it."""
         self._kinds: dict[nn.Module, int] = {}
@@ -58,7 +68,7 @@ class UnplannedCheckpoints(Uncopied):
         self._may_run_again: dict[int, bool] = {}
         """Whether units of a kind may be checkpointed, once one of them was called."""
         self._bytes: dict[int, int] = {}
-        """Bytes that the last call of a kind has saved that was not checkpointed."""
+        """Bytes that the last call of a kind in the present micro-batch has saved that was not checkpointed."""
         self._left: Counter[int] = Counter()
         """Units of each kind that the present forward has not called yet."""
         self._level = self._saved_before = 0
@@ -90,15 +100,24 @@ class UnplannedCheckpoints(Uncopied):
         if self.modules:
             limit.begin_anew()
 
-    def begin_micro_batch(self, limit: ResidentLimit) -> None:
-        """Checkpoints units in the micro-batch that has begun, if its saved tensors have no room within `limit`."""
+    def begin_micro_batch(self, known: KnownMemory, *, again: bool = False) -> None:
+        """Checkpoints units in the micro-batch that has begun, if its saved tensors have no room.
+
+        Args:
+            known: the memory of earlier micro-batches.
+            again: whether the micro-batch has run out of memory, so that it needs the least that is possible.
+        """
         self.end_forward()
         if not self._is_hooked:
             self._is_hooked = True
             self._hook_units()
-        self._limit = limit
+        self._limit = limit = known.limit
         self._level, self._saved_before = limit.meter.allocated(), self._saved()
         self._left = Counter(self._kinds.values())
+        self._bytes.clear()
+        self._lacks, self._only_now, self._keeps = known.short, False, not again
+        if self.short and limit.measuring:
+            limit.keeps_unknown = self._keeps and bool(self.modules)
         if self._kinds:
             self._lacks_room(limit)
         self._calls.clear()
@@ -115,6 +134,7 @@ class UnplannedCheckpoints(Uncopied):
 
     def close(self) -> None:
         """Removes the hooks from the units. `modules` remains."""
+        self.closed = True
         self.end_forward()
         for remove in self._removals:
             remove()
@@ -157,9 +177,11 @@ class UnplannedCheckpoints(Uncopied):
             assert self._trace is not None
             self._recorded = index
             self._trace.__enter__()
-        elif lacks_room and self._may_run_again[kind]:
+        elif lacks_room and self._may_run_again[kind] and (self.short or kind in self._bytes):
             self._checkpoint = module, CheckpointedCall(module, arguments)
             self._checkpoint[1].begin()
+            if not self.short:
+                limit.unsaved_bytes += self._bytes[kind]
         if call.call_index == 0:
             self._left[kind] -= 1
         if self._checkpoint is None:
@@ -168,15 +190,21 @@ class UnplannedCheckpoints(Uncopied):
     def _lacks_room(self, limit: ResidentLimit) -> bool:
         """Returns whether units are checkpointed: since a forward whose saved tensors would have had no room.
 
-        If they take at most `SURELY_FITS` of the memory, as far as is known, they are kept.
+        In a micro-batch whose memory is not known, they are checkpointed unless saved tensors surely have room.
         """
         if not self.short:
             left = sum(self._bytes[kind] * count for kind, count in self._left.items() if kind in self._bytes)
-            needed, most = self._level + self._saved() - self._saved_before + left, limit.meter.limit()
-            limit.keeps_unknown = needed <= SURELY_FITS * most
-            if needed > most:
+            saved, most = self._saved() - self._saved_before + limit.unsaved_bytes + left, limit.meter.limit()
+            possible = any(self._may_run_again.values()) and self._training.offloader.policy.mode is None
+            if self._level + saved > most or (possible and self._lacks):
                 self.checkpoint_all(limit)
-        return self.short
+                limit.keeps_unknown = self._keeps and bool(self.modules)
+            elif not limit.known:
+                surely_fit = self._level + saved <= SURELY_FITS * most
+                surely_fit = surely_fit and not (limit.measuring and self._may_run_again)
+                self._only_now = possible and not surely_fit
+                limit.keeps_unknown = self._keeps and (surely_fit or self._only_now)
+        return self.short or self._only_now
 
     def _end_checkpoint(self, module: nn.Module, output: object) -> None:
         """Called first when a call of a unit has returned, or raised an error."""

@@ -156,11 +156,11 @@ def fit(root: Path, rows: Sequence[int], callbacks: Sequence[pl.Callback], strat
 
 
 def test_hooks_are_enabled_again_for_larger_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, see: See) -> None:
-    """A larger batch is offloaded as a whole if memory could be short; later batches of its size are known."""
+    """Blocks are checkpointed in a larger batch if memory could be short; later batches of its size are known."""
     use(Meter(2e6, 10**6), monkeypatch)
     fit(tmp_path, [2, 2, 2, 2, 1, 4, 4, 4, 3], [see])
     assert see.hooks == [True, True, False, False, False, True, False, False, False]
-    assert see.stats.stored >= 2 * see.stats.saved / 9
+    assert see.stats.stored == 0
 
 
 def test_hooks_are_enabled_when_other_parameters_are_trained(
