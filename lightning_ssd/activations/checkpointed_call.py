@@ -15,6 +15,7 @@ import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -54,21 +55,26 @@ def allows_checkpointing(module: nn.Module) -> bool:
     return all(_is_plain(inner, module, compiled=compiled) for inner in module.modules())
 
 
-def kind_of(module: nn.Module) -> Hashable:
+def kind_of(module: nn.Module, *, exact: bool = False) -> Hashable:
     """Returns the kind of a unit's module: classes, attributes and parameters of the modules in it.
 
     Attributes count by their type, flags and texts also by their value; parameters by name, shape and dtype. Forwards
     of modules of one kind run the same operators, unless data or numbers, such as a layer's index, make them differ.
+
+    Args:
+        module: the module.
+        exact: whether numbers and functions count by their value, too, which shows that user code has changed a module.
     """
+    by_value = (bool, str, int, float, FunctionType, BuiltinFunctionType) if exact else (bool, str)
     with internals.without_torch_function():
         parameters = tuple((name, tuple(one.shape), one.dtype) for name, one in module.named_parameters())
-    inner = tuple((type(one), tuple(map(_kind_of_attribute, vars(one).items()))) for one in module.modules())
+    inner = tuple((type(one), _kinds_of_attributes(one, by_value)) for one in module.modules())
     return inner, parameters
 
 
-def _kind_of_attribute(attribute: tuple[str, object]) -> Hashable:
-    name, value = attribute
-    return name, type(value), value if isinstance(value, bool | str) else None
+def _kinds_of_attributes(module: nn.Module, by_value: tuple[type, ...]) -> Hashable:
+    attributes = vars(module).items()
+    return tuple((name, type(value), value if isinstance(value, by_value) else None) for name, value in attributes)
 
 
 def _is_plain(inner: nn.Module, module: nn.Module, *, compiled: bool) -> bool:

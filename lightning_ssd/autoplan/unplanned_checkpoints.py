@@ -4,11 +4,11 @@ A plan for short memory checkpoints most units, so that offloading their saved t
 host memory, and seconds to page-lock it, for nothing.
 
 Only units may be checkpointed that are one layer of transformers (`allows_checkpointing`). The first call of each kind
-of unit runs under a `TraceMode`, which shows whether its forward may be run again. Its saved tensors are kept or
-offloaded, and their bytes stand for those of later units of its kind. A micro-batch whose memory is not known, such as
-one that is larger than all before, checkpoints units, too: its peak, and the bytes of its first unit of each kind, show
-whether the next one has room for all saved tensors. Compiled units are not checkpointed: their first
-calls compile.
+of unit runs under a `TraceMode`, which shows whether its forward may be run again, as long as no user code changes the
+unit. Its saved tensors are kept or offloaded, and their bytes stand for those of later units of its kind. A micro-batch
+whose memory is not known, such as one that is larger than all before, checkpoints units, too: its peak, and the bytes
+of its first unit of each kind, show whether the next one has room for all saved tensors. Compiled units are not
+checkpointed: their first calls compile.
 """
 
 from collections import Counter
@@ -65,6 +65,8 @@ class UnplannedCheckpoints(Uncopied):
         """The limit of kept tensors of the present micro-batch; `None`: no unit is checkpointed in it."""
         self._kinds: dict[nn.Module, int] = {}
         """Number of the kind of each unit that may be checkpointed by its class."""
+        self._exact: dict[nn.Module, Hashable] = {}
+        """The exact kind of each of them when it was hooked."""
         self._may_run_again: dict[int, bool] = {}
         """Whether units of a kind may be checkpointed, once one of them was called."""
         self._bytes: dict[int, int] = {}
@@ -148,6 +150,7 @@ class UnplannedCheckpoints(Uncopied):
             module = unit.modules[0]
             if len(unit.modules) == 1 and not calls_are_compiled(module) and allows_checkpointing(module):
                 self._kinds[module] = numbers.setdefault(kind_of(module), len(numbers))
+                self._exact[module] = kind_of(module, exact=True)
         if not self._kinds:
             return
         self._trace = TraceMode([unit.modules for unit in units], self._training.offloader.device, timed=False)
@@ -170,8 +173,8 @@ class UnplannedCheckpoints(Uncopied):
         call = UnitCall(index, self._calls[module])
         arguments = rerun_arguments(call, module, args, kwargs, self._caches)
         self._calls[module] += 1
-        if arguments is None:
-            return
+        if arguments is None or kind_of(module, exact=True) != self._exact[module]:
+            return  # user code has changed the module, so that another call of its kind proves nothing about it
         lacks_room = self._lacks_room(limit)
         if kind not in self._may_run_again:
             assert self._trace is not None

@@ -322,6 +322,49 @@ def test_units_that_read_tensors_that_may_change_before_backward_are_not_checkpo
     assert any(see.reruns[:3]) == (changed is None)
 
 
+class Switched(Noise):
+    """Draws these numbers only in a mode, or by a function."""
+
+    def __init__(self) -> None:
+        super().__init__(on=True)
+        self.mode, self.function = 0, torch.tanh
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.mode else self.function(x)
+
+
+@pytest.mark.parametrize("changed", ["module", "mode", "function"])
+def test_units_that_user_code_has_changed_are_not_checkpointed(
+    changed: str, tmp_path: Path, see: See, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call that has shown that their forward may be run again was one of other code, also where all have room."""
+
+    class Changes(Activations):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            for block in self.model.transformer.h if batch_idx == 1 else ():
+                if changed == "module":
+                    block.mlp.act = Noise(on=True)
+                elif changed == "mode":
+                    block.mlp.act.mode = 1
+                else:
+                    noise = Noise(on=True)
+                    block.mlp.act.function = lambda x, noise=noise: noise(x)
+            return super().training_step(batch, batch_idx)
+
+    def changes() -> TinyGPT:
+        torch.manual_seed(1)
+        return Changes([Switched() for _ in range(3)])
+
+    rows = [2, 12] * 3
+    with LimitedMemory() as memory:
+        plain = fit(changes(), rows, tmp_path, None, "auto", memory.counting)
+    with LimitedMemory(1.3 * memory.highest_ever) as limited:
+        use(limited, monkeypatch)
+        see.running = 0
+        assert_same(plain, fit(changes(), rows, tmp_path, see, None, limited.counting))
+    assert not any(see.reruns)
+
+
 def test_no_mode_and_hook_is_left_after_an_interrupt(tmp_path: Path, see: See, monkeypatch: pytest.MonkeyPatch) -> None:
     class Stops(TinyGPT):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
