@@ -452,7 +452,10 @@ class AutoPlan(Uncopied):
         else:
             policy = replace(policy, placement=OffloadAll(tuple(offloader.tiers)))
         offloader.run(policy)
-        self._begin_checkpoints(known, again=True)
+        if self.cycle is None:
+            self._begin_checkpoints(known, again=True)
+        elif self._checkpoints is not None:  # a unit that runs again has all its saved tensors on the device
+            self._checkpoints.end_forward()
         if self._checkpoints is not None:
             self._checkpoints.short = True
 

@@ -136,7 +136,13 @@ def test_nothing_is_offloaded_where_checkpointing_makes_room_or_all_have_room(
 
 
 def fit(
-    model: TinyGPT, rows: Sequence[int], path: Path, see: See | None, strategy: Any = None, *callbacks: pl.Callback
+    model: TinyGPT,
+    rows: Sequence[int],
+    path: Path,
+    see: See | None,
+    strategy: Any = None,
+    *callbacks: pl.Callback,
+    accumulate: int = 1,
 ) -> list[Tensor]:
     """Trains on batches of `rows` samples, and returns the weights."""
     torch.manual_seed(3)
@@ -146,6 +152,7 @@ def fit(
         strategy=strategy or SSDOffloadStrategy(**BOTH),
         callbacks=[*callbacks, *([see] if see else [])],
         max_epochs=1,
+        accumulate_grad_batches=accumulate,
     )
     trainer.fit(model, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     return [one.detach().clone() for one in model.parameters()]
@@ -208,6 +215,19 @@ def test_batches_of_other_sizes_are_not_offloaded_before_there_is_a_plan(
         assert_same(plain, fit(model(), rows, tmp_path, see, None, limited.counting))
     assert not limited.failures and not any(see.stored)
     assert max(see.reruns) == 3 and (see.reruns[0] == 0) == (rows[0] == 2)
+
+
+@pytest.mark.parametrize("rows", [range(2, 14), [8, 8, 8, 9, 9, 10, 10, 11, 11, 12]])
+def test_the_second_attempt_of_a_profiled_micro_batch_checkpoints_no_unit(
+    rows: Sequence[int], tmp_path: Path, see: See, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A unit that runs again has all its saved tensors on the device, for which half of the memory has no room."""
+    with LimitedMemory() as memory:
+        plain = fit(model(), rows, tmp_path, None, "auto", memory.counting, accumulate=3)
+    with LimitedMemory(0.5 * memory.highest_ever) as limited:
+        use(limited, monkeypatch)
+        assert_same(plain, fit(model(), rows, tmp_path, see, None, limited.counting, accumulate=3))
+    assert limited.failures
 
 
 def test_units_are_checkpointed_in_the_second_attempt_of_a_micro_batch(
