@@ -59,7 +59,7 @@ class KnownMemory:
 
     def end(self, shape: BatchShape | None, trained: frozenset[int]) -> None:
         """Ends the micro-batch; arguments as those of `begin`."""
-        if not (self.limit.known or self.limit.measured):  # what was known before, if anything, is forgotten
+        if not (self.limit.known or self.limit.measured):  # the limit has forgotten earlier micro-batches
             self._kinds.clear()
         seen = self._kinds.setdefault(trained, SeenBatches())
         if shape is not None:

@@ -158,6 +158,26 @@ def fit(
     return [one.detach().clone() for one in model.parameters()]
 
 
+def fit_in_share(
+    share: float,
+    make: Callable[[], TinyGPT],
+    rows: Sequence[int],
+    path: Path,
+    see: See,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    accumulate: int = 1,
+) -> LimitedMemory:
+    """Trains in a share of the memory of plain training, whose numbers are the same. Returns the memory."""
+    with LimitedMemory() as memory:
+        plain = fit(make(), rows, path, None, "auto", memory.counting, accumulate=accumulate)
+    with LimitedMemory(share * memory.highest_ever) as limited:
+        use(limited, monkeypatch)
+        see.running = 0
+        assert_same(plain, fit(make(), rows, path, see, None, limited.counting, accumulate=accumulate))
+    return limited
+
+
 def model(kind: Callable[..., TinyGPT] = TinyGPT) -> TinyGPT:
     torch.manual_seed(1)
     return kind("none")
@@ -207,12 +227,7 @@ def test_batches_of_other_sizes_are_not_offloaded_before_there_is_a_plan(
     rows: Sequence[int], tmp_path: Path, see: See, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batches that grow are kept, then checkpointed, also after all tensors of the first steps have been kept."""
-    with LimitedMemory() as memory:
-        plain = fit(model(), rows, tmp_path, None, "auto", memory.counting)
-    with LimitedMemory(0.8 * memory.highest_ever) as limited:
-        use(limited, monkeypatch)
-        see.running = 0
-        assert_same(plain, fit(model(), rows, tmp_path, see, None, limited.counting))
+    limited = fit_in_share(0.8, model, rows, tmp_path, see, monkeypatch)
     assert not limited.failures and not any(see.stored)
     assert max(see.reruns) == 3 and (see.reruns[0] == 0) == (rows[0] == 2)
 
@@ -222,11 +237,7 @@ def test_the_second_attempt_of_a_profiled_micro_batch_checkpoints_no_unit(
     rows: Sequence[int], tmp_path: Path, see: See, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A unit that runs again has all its saved tensors on the device, for which half of the memory has no room."""
-    with LimitedMemory() as memory:
-        plain = fit(model(), rows, tmp_path, None, "auto", memory.counting, accumulate=3)
-    with LimitedMemory(0.5 * memory.highest_ever) as limited:
-        use(limited, monkeypatch)
-        assert_same(plain, fit(model(), rows, tmp_path, see, None, limited.counting, accumulate=3))
+    limited = fit_in_share(0.5, model, rows, tmp_path, see, monkeypatch, accumulate=3)
     assert limited.failures
 
 
@@ -375,13 +386,7 @@ def test_units_that_user_code_has_changed_are_not_checkpointed(
         torch.manual_seed(1)
         return Changes([Switched() for _ in range(3)])
 
-    rows = [2, 12] * 3
-    with LimitedMemory() as memory:
-        plain = fit(changes(), rows, tmp_path, None, "auto", memory.counting)
-    with LimitedMemory(1.3 * memory.highest_ever) as limited:
-        use(limited, monkeypatch)
-        see.running = 0
-        assert_same(plain, fit(changes(), rows, tmp_path, see, None, limited.counting))
+    fit_in_share(1.3, changes, [2, 12] * 3, tmp_path, see, monkeypatch)
     assert not any(see.reruns)
 
 

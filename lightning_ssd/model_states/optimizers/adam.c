@@ -249,8 +249,12 @@ INLINE Floats joined(__m512i upper, __m512i lower) {
     return (Floats){_mm512_castsi512_ps(lower_halves(lower, upper)), _mm512_castsi512_ps(upper_halves(lower, upper))};
 }
 
+INLINE __m512i even_numbers(void) {
+    return _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+}
+
 INLINE Floats load_fp32(const char *from, int i) {
-    const __m512i lanes = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const __m512i lanes = even_numbers();
     __m512 first = _mm512_loadu_ps(from + 4 * i), second = _mm512_loadu_ps(from + 4 * i + 64);
     return (Floats){_mm512_permutex2var_ps(first, lanes, second),
                     _mm512_permutex2var_ps(first, _mm512_add_epi32(lanes, wide(1)), second)};
@@ -285,8 +289,7 @@ INLINE __m512i canonical(__m512i bits, __m512 values) {
 }
 
 INLINE __m512i random_words(uint32_t first, uint32_t low_key, uint32_t high_key) {
-    __m512i lanes = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-    __m512i bits = _mm512_add_epi32(lanes, wide(first + low_key));
+    __m512i bits = _mm512_add_epi32(even_numbers(), wide(first + low_key));
     bits = _mm512_mullo_epi32(_mm512_xor_si512(bits, _mm512_srli_epi32(bits, 16)), wide(0x7FEB352Du));
     bits = _mm512_add_epi32(_mm512_xor_si512(bits, _mm512_srli_epi32(bits, 15)), wide(high_key));
     bits = _mm512_mullo_epi32(bits, wide(0x846CA68Bu));

@@ -37,7 +37,7 @@ class RankStates:
         self.ranks = ranks
         self._values: list[Slab] = []
         self._uncommitted: list[Slab] = []
-        """Of this rank's file: kernels commit pages on the NUMA node of the process that writes them first."""
+        """In this rank's file. A page is allocated on the NUMA node of the process that first writes to it."""
         self._unpinned: list[Slab] = []
         self._own_gradients: list[Tensor] = []
         self.numbers = {layout.flat: number for number, layout in enumerate(layouts)}

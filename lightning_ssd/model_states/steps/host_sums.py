@@ -43,7 +43,7 @@ class HostSums:
     ) -> "Future[None]":
         """Submits the sum of `Gradient.accum`, which becomes the mean of all hosts, and of `Gradient.has_accum`.
 
-        `alike` returns what has to be the same on all hosts. `after` is done when this host's mean is in
+        `alike` returns a value that must be equal on all hosts. `after` is done when this host's mean is in
         `Gradient.accum`. `then` is called on the thread `hosts` after the sum; the result is done when it has returned.
         """
         place = self._turns[flat] * len(self._turns) + self._numbers[flat]

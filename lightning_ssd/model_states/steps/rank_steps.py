@@ -54,7 +54,7 @@ class _Ready:
     """What a rank tells the owner when a turn begins.
 
     Attributes:
-        alike: what has to be the same on all ranks: a checksum of written weights, or the options of the step; None:
+        alike: compared between ranks, must be equal: a checksum of written weights, or the options of the step. None:
             ranks copy the mean before the step, or there is no step.
         has_grad: for each parameter, whether the rank has a gradient of it.
         from_sums: whether the gradients are in the rank's `SharedGradient.sums`, and not in its `copies`.
