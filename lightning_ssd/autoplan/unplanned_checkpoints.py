@@ -24,6 +24,7 @@ from lightning_ssd.activations import (
     EmptyCaches,
     ResidentLimit,
     UnitCall,
+    UnitProof,
     allows_checkpointing,
     around_call,
     calls_are_compiled,
@@ -65,8 +66,8 @@ class UnplannedCheckpoints(Uncopied):
         """The limit of kept tensors of the present micro-batch; `None`: no unit is checkpointed in it."""
         self._kinds: dict[nn.Module, int] = {}
         """Number of the kind of each unit that may be checkpointed by its class."""
-        self._exact: dict[nn.Module, Hashable] = {}
-        """The exact kind of each of them when it was hooked."""
+        self._proofs: dict[nn.Module, UnitProof] = {}
+        """What is proved about each of them if a call of its kind may be run again: until user code changes it."""
         self._may_run_again: dict[int, bool] = {}
         """Whether units of a kind may be checkpointed, once one of them was called."""
         self._bytes: dict[int, int] = {}
@@ -92,9 +93,11 @@ class UnplannedCheckpoints(Uncopied):
         self._removals: list[Callable[[], None]] = []
 
     @property
-    def modules(self) -> frozenset[nn.Module]:
-        """The units that are checkpointed."""
-        return frozenset(one for one, kind in self._kinds.items() if self.short and self._may_run_again.get(kind))
+    def modules(self) -> dict[nn.Module, UnitProof]:
+        """The units that are checkpointed, each with the proof that it may be."""
+        if not self.short:
+            return {}
+        return {one: self._proofs[one] for one, kind in self._kinds.items() if self._may_run_again.get(kind)}
 
     def checkpoint_all(self, limit: ResidentLimit) -> None:
         """Checkpoints all units that may be from now on. `limit` is that of the present or next micro-batch."""
@@ -150,7 +153,7 @@ class UnplannedCheckpoints(Uncopied):
             module = unit.modules[0]
             if len(unit.modules) == 1 and not calls_are_compiled(module) and allows_checkpointing(module):
                 self._kinds[module] = numbers.setdefault(kind_of(module), len(numbers))
-                self._exact[module] = kind_of(module, exact=True)
+                self._proofs[module] = UnitProof(module)
         if not self._kinds:
             return
         self._trace = TraceMode([unit.modules for unit in units], self._training.offloader.device, timed=False)
@@ -173,15 +176,16 @@ class UnplannedCheckpoints(Uncopied):
         call = UnitCall(index, self._calls[module])
         arguments = rerun_arguments(call, module, args, kwargs, self._caches)
         self._calls[module] += 1
-        if arguments is None or kind_of(module, exact=True) != self._exact[module]:
-            return  # user code has changed the module, so that another call of its kind proves nothing about it
+        state = None if arguments is None else self._proofs[module].state()
+        if arguments is None or state is None:
+            return
         lacks_room = self._lacks_room(limit)
         if kind not in self._may_run_again:
             assert self._trace is not None
             self._recorded = index
             self._trace.__enter__()
         elif lacks_room and self._may_run_again[kind] and (self.short or kind in self._bytes):
-            self._checkpoint = module, CheckpointedCall(module, arguments)
+            self._checkpoint = module, CheckpointedCall(module, arguments, state)
             self._checkpoint[1].begin()
             if not self.short:
                 limit.unsaved_bytes += self._bytes[kind]
