@@ -38,13 +38,10 @@ _CONTAINERS = frozenset({dict, list, set, OrderedDict})
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
 
 _BY_VALUE = (bool, int, float, complex, str, Enum, torch.dtype, torch.device, type, *_FUNCTIONS)
-"""Types of attributes that show by their value, which a function's identity is, whether user code has changed them."""
+"""Types of attributes whose value, which is the identity of a function, shows that user code has changed them."""
 
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | {"_compiled_call_impl"}
-"""Attributes of a module that torch sets: hooks, and parameters, buffers and modules, which count otherwise."""
-
-_DEPTH = 4
-"""Most containers in containers whose elements count: they may contain each other."""
+_OF_TORCH = frozenset(name for name in vars(nn.Module()) if "hook" in name) | {"_compiled_call_impl"}
+"""Attributes of a module that show nothing about its code: the package itself has hooks in most modules."""
 
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -67,6 +64,7 @@ class ModuleState:
         module: the module, of which the present state is recorded. It stays alive with this object.
 
     Attributes:
+        kind: compares equal for states of a module in which its forward runs the same code, unless data make it differ.
         tensors: parameters, buffers and other tensors among them, without those made in inference mode.
     """
 
@@ -77,27 +75,35 @@ class ModuleState:
         """Containers with elements."""
         self._empty: list[Any] = []
         """Containers without elements, such as most of those of hooks."""
+        kind: list[object] = [*self._classes]
         tensors: dict[int, Tensor] = {}
-        left: list[Any] = [vars(inner) for inner in self._modules]
+        left: list[tuple[Any, bool]] = [(vars(inner), True) for inner in self._modules]
         seen: set[int] = set()
+        configuration = class_of_transformers("configuration_utils", "PretrainedConfig")
         while left:
-            container = left.pop()
+            container, of_user = left.pop()
             if id(container) in seen:
                 continue
             seen.add(id(container))
-            (self._filled if container else self._empty).append(container)
-            for value in _elements(container):
-                if type(value) in _CONTAINERS:
-                    left.append(value)
-                elif isinstance(value, Tensor):
+            if type(container) is not tuple:
+                (self._filled if container else self._empty).append(container)
+            for name, value in container.items() if isinstance(container, dict) else enumerate(container):
+                counts, is_tensor = of_user and name not in _OF_TORCH, isinstance(value, Tensor)
+                if counts:
+                    kind_of_value = Tensor if is_tensor else type(value)
+                    kind.append((name, kind_of_value, value if isinstance(value, _BY_VALUE) else None))
+                if is_tensor:
                     tensors[id(value)] = value
-                elif _is_configuration(value):
-                    left.append(vars(value))
+                elif type(value) in _CONTAINERS or type(value) is tuple:
+                    left.append((value, counts))
+                elif configuration is not None and isinstance(value, configuration):
+                    left.append((vars(value), counts))
+        self.kind = tuple(kind)
         with internals.without_torch_function():
             self.tensors = [one for one in tensors.values() if not one.is_inference()]
         self._copies = [container.copy() for container in self._filled]
         self._lengths = [len(container) for container in self._filled]
-        self._present = [_elements(container) for container in self._filled]
+        self._present = [one.values() if isinstance(one, dict) else one for one in self._filled]
         """Views of the present values of dicts, and the other containers themselves."""
         self._values = list(chain.from_iterable(self._present))
 
@@ -140,15 +146,16 @@ class UnitProof:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._kind = kind_of(module, exact=True)
         self._state = ModuleState(module)
+        self._kind = self._state.kind
 
     def state(self) -> ModuleState | None:
         """Returns the present state of the module; `None`: it was changed, so that nothing is proved."""
         if not self._state.is_present():
-            if kind_of(self._module, exact=True) != self._kind:
+            present = ModuleState(self._module)
+            if present.kind != self._kind:
                 return None
-            self._state = ModuleState(self._module)
+            self._state = present
         return self._state
 
 
@@ -208,57 +215,26 @@ def _change_settings(values: Sequence[Any]) -> None:
             change(value)
 
 
-def kind_of(module: nn.Module, *, exact: bool = False) -> Hashable:
+def kind_of(module: nn.Module) -> Hashable:
     """Returns the kind of a unit's module: classes, attributes and parameters of the modules in it.
 
     Attributes count by their type, flags and texts also by their value; parameters by name, shape and dtype. Forwards
     of modules of one kind run the same operators, unless data or numbers, such as a layer's index, make them differ.
-
-    Args:
-        module: the module.
-        exact: whether numbers and functions count by their value, too, and elements of containers and configurations,
-            which shows that user code has changed a module.
     """
     with internals.without_torch_function():
         parameters = tuple((name, tuple(one.shape), one.dtype) for name, one in module.named_parameters())
-    inner = tuple((type(one), _kind_of_attributes(one, exact=exact)) for one in module.modules())
-    return inner, parameters
+    return tuple((type(inner), _kinds_of_attributes(inner)) for inner in module.modules()), parameters
 
 
-def _kind_of_attributes(value: object, *, exact: bool, depth: int = _DEPTH) -> Hashable:
-    """Returns the kinds of the attributes of an object that user code sets, and not torch."""
-    if not exact:
-        return tuple(
-            (name, type(one), one if isinstance(one, bool | str) else None) for name, one in vars(value).items()
-        )
-    return tuple((name, _exact_kind(one, depth)) for name, one in vars(value).items() if name not in _OF_TORCH)
-
-
-def _exact_kind(value: Any, depth: int) -> Hashable:
-    if isinstance(value, _BY_VALUE):
-        return type(value), value
-    if depth and (type(value) in _CONTAINERS or type(value) is tuple):
-        elements = chain(value, value.values()) if isinstance(value, dict) else value
-        return type(value), tuple(_exact_kind(one, depth - 1) for one in elements)
-    if depth and _is_configuration(value):
-        return type(value), _kind_of_attributes(value, exact=True, depth=depth - 1)
-    return type(value), None
-
-
-def _is_configuration(value: object) -> bool:
-    kind = class_of_transformers("configuration_utils", "PretrainedConfig")
-    return kind is not None and isinstance(value, kind)
+def _kinds_of_attributes(module: nn.Module) -> Hashable:
+    attributes = vars(module).items()
+    return tuple((name, type(value), value if isinstance(value, bool | str) else None) for name, value in attributes)
 
 
 def class_of_transformers(module: str, name: str) -> type | None:
     """Returns a class of transformers if that is imported already, which takes seconds."""
     found: type | None = getattr(sys.modules.get(f"transformers.{module}"), name, None)
     return found
-
-
-def _elements(container: Any) -> Any:
-    """Returns the values of a dict, or any other container itself."""
-    return container.values() if isinstance(container, dict) else container
 
 
 def _is_same(container: Any, before: Any) -> bool:
