@@ -171,6 +171,8 @@ class PlanMode(UnitDispatchMode):
         self._checkpointed: CheckpointedCall | None = None
         """The checkpointing of the call `_paused_by`; `None`: the call is not run again in backward."""
         self._caches = EmptyCaches()
+        self.units_changed = False
+        """Whether the last forward had calls that were not checkpointed because user code had changed their units."""
         self.slowdown = 1.0
         """Current forward time / sum of the operations' profiled seconds."""
         self.checking = False
@@ -186,6 +188,7 @@ class PlanMode(UnitDispatchMode):
 
     def __enter__(self) -> Any:
         self.elapsed = 0.0
+        self.units_changed = False
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -240,8 +243,11 @@ class PlanMode(UnitDispatchMode):
             self._caches.copy_if_empty(args, kwargs)
             return
         arguments = rerun_arguments(unit_call, module, args, kwargs, self._caches)
-        state = None if arguments is None else proof.state()
-        if arguments is not None and state is not None and self._hooks.pause(save_weights=False):  # torch's save none
+        if arguments is None:
+            return
+        state = proof.state()
+        self.units_changed |= state is None
+        if state is not None and self._hooks.pause(save_weights=False):  # torch's hooks save none
             self._paused_by = unit_call
             self._checkpointed = CheckpointedCall(module, arguments, state)
             self._checkpointed.begin()
