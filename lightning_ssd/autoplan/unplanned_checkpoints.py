@@ -121,8 +121,6 @@ class UnplannedCheckpoints(Uncopied):
         self._left = Counter(self._kinds.values())
         self._bytes.clear()
         self._lacks, self._only_now, self._keeps = known.short, False, not again
-        if self.short and limit.measuring:
-            limit.keeps_unknown = self._keeps and bool(self.modules)
         if self._kinds:
             self._lacks_room(limit)
         self._calls.clear()
@@ -199,18 +197,20 @@ class UnplannedCheckpoints(Uncopied):
 
         In a micro-batch whose memory is not known, they are checkpointed unless saved tensors surely have room.
         """
+        surely_fit = False
         if not self.short:
             left = sum(self._bytes[kind] * count for kind, count in self._left.items() if kind in self._bytes)
             saved, most = self._saved() - self._saved_before + limit.unsaved_bytes + left, limit.meter.limit()
             possible = any(self._may_run_again.values()) and self._training.offloader.policy.mode is None
             if self._level + saved > most or (possible and self._lacks):
                 self.checkpoint_all(limit)
-                limit.keeps_unknown = self._keeps and bool(self.modules)
             elif not limit.known:
                 surely_fit = self._level + saved <= SURELY_FITS * most
                 surely_fit = surely_fit and not (limit.measuring and self._may_run_again)
                 self._only_now = possible and not surely_fit
-                limit.keeps_unknown = self._keeps and (surely_fit or self._only_now)
+        if not limit.known:
+            checkpoints = self._only_now or (self.short and any(self._may_run_again.values()))
+            limit.keeps_unknown = self._keeps and (surely_fit or checkpoints)
         return self.short or self._only_now
 
     def _end_checkpoint(self, module: nn.Module, output: object) -> None:
