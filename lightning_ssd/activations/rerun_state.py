@@ -146,16 +146,15 @@ class UnitProof:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._state = ModuleState(module)
+        self._state: ModuleState | None = ModuleState(module)
+        """The last state in which the proof held; `None` after a change, so that replaced weights are freed."""
         self._kind = self._state.kind
 
     def state(self) -> ModuleState | None:
         """Returns the present state of the module; `None`: it was changed, so that nothing is proved."""
-        if not self._state.is_present():
+        if self._state is None or not self._state.is_present():
             present = ModuleState(self._module)
-            if present.kind != self._kind:
-                return None
-            self._state = present
+            self._state = present if present.kind == self._kind else None
         return self._state
 
 

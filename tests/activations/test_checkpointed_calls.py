@@ -648,6 +648,18 @@ def test_the_second_run_finds_the_state_of_the_first(
     assert [(type(module), dict(vars(module))) for module in model.modules()] == changed
 
 
+@pytest.mark.parametrize("wrap", [lambda linear: linear, nn.Sequential])
+def test_a_replaced_module_is_freed(offloader: ActivationOffloader, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    """Once a forward has run without it, whether its layer is checkpointed then or not."""
+    model = Layers()
+    checkpointed = Checkpointed(offloader, model)
+    checkpointed.run()
+    replaced = weakref.ref(model.middle.up.weight)
+    model.middle.up = wrap(nn.Linear(8, 16))
+    checkpointed.run()
+    assert replaced() is None
+
+
 def test_the_second_run_changes_no_state(offloader: ActivationOffloader) -> None:
     """A layer with a running mean of its forwards has that of plain training, and reads that of the first run."""
     model = Layers()
