@@ -20,7 +20,6 @@ from lightning_ssd.activations.checkpointed_call import (
     CheckpointedCall,
     EmptyCaches,
     allows_checkpointing,
-    kind_of,
     rerun_arguments,
 )
 from lightning_ssd.activations.compiled_code import (
@@ -52,7 +51,7 @@ from lightning_ssd.activations.placement import KeepAll, OffloadAll, OffloadExce
 from lightning_ssd.activations.plan_mode import OpSchedule, PlanMode, make_schedule
 from lightning_ssd.activations.policy import OffloadPolicy
 from lightning_ssd.activations.record import SavedStorage, check_version
-from lightning_ssd.activations.rerun_state import other_random_states
+from lightning_ssd.activations.rerun_state import UnitProof, kind_of, other_random_states
 from lightning_ssd.activations.resident_limit import AllocatorMeter, ResidentLimit
 from lightning_ssd.activations.ssd import SSDTier
 from lightning_ssd.activations.ssd_base import SSDTierBase

@@ -11,11 +11,9 @@ import contextlib
 import copy
 import functools
 import itertools
-import sys
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -23,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations.compiled_code import calls_are_compiled, run_again
-from lightning_ssd.activations.rerun_state import KEEP_UNIT, RerunState
+from lightning_ssd.activations.rerun_state import KEEP_UNIT, ModuleState, RerunState, class_of_transformers
 from lightning_ssd.activations.unit_dispatch_mode import UnitCall
 from lightning_ssd.uncopied import ModuleHook, is_users_hook, takes_hooks
 
@@ -44,7 +42,7 @@ def allows_checkpointing(module: nn.Module) -> bool:
     `TorchFunctionMode` of the forward is active.
     """
     compiled = calls_are_compiled(module)
-    kind = _class_of_transformers("modeling_layers", "GradientCheckpointingLayer")
+    kind = class_of_transformers("modeling_layers", "GradientCheckpointingLayer")
     if not module.training or not (compiled or (kind is not None and isinstance(module, kind))):
         return False
     if not compiled and "forward" in vars(module):
@@ -53,28 +51,6 @@ def allows_checkpointing(module: nn.Module) -> bool:
     if internals.count_function_modes() or internals.has_global_module_hooks() or any(map(is_users_hook, around)):
         return False
     return all(_is_plain(inner, module, compiled=compiled) for inner in module.modules())
-
-
-def kind_of(module: nn.Module, *, exact: bool = False) -> Hashable:
-    """Returns the kind of a unit's module: classes, attributes and parameters of the modules in it.
-
-    Attributes count by their type, flags and texts also by their value; parameters by name, shape and dtype. Forwards
-    of modules of one kind run the same operators, unless data or numbers, such as a layer's index, make them differ.
-
-    Args:
-        module: the module.
-        exact: whether numbers and functions count by their value, too, which shows that user code has changed a module.
-    """
-    by_value = (bool, str, int, float, FunctionType, BuiltinFunctionType) if exact else (bool, str)
-    with internals.without_torch_function():
-        parameters = tuple((name, tuple(one.shape), one.dtype) for name, one in module.named_parameters())
-    inner = tuple((type(one), _kinds_of_attributes(one, by_value)) for one in module.modules())
-    return inner, parameters
-
-
-def _kinds_of_attributes(module: nn.Module, by_value: tuple[type, ...]) -> Hashable:
-    attributes = vars(module).items()
-    return tuple((name, type(value), value if isinstance(value, by_value) else None) for name, value in attributes)
 
 
 def _is_plain(inner: nn.Module, module: nn.Module, *, compiled: bool) -> bool:
@@ -93,12 +69,6 @@ def _is_plain(inner: nn.Module, module: nn.Module, *, compiled: bool) -> bool:
     return (inner is module and not compiled) or not any(
         is_users_hook(hook) for name in _HOOKS for hook in getattr(inner, name).values()
     )
-
-
-def _class_of_transformers(module: str, name: str) -> type | None:
-    """Returns a class of transformers if that is imported already, which takes seconds."""
-    found: type | None = getattr(sys.modules.get(f"transformers.{module}"), name, None)
-    return found
 
 
 class EmptyCaches:
@@ -135,7 +105,7 @@ class EmptyCaches:
 
 
 def _is_cache(value: object) -> bool:
-    kind = _class_of_transformers("cache_utils", "Cache")
+    kind = class_of_transformers("cache_utils", "Cache")
     return kind is not None and isinstance(value, kind) and value.__hash__ is not None
 
 
@@ -252,12 +222,13 @@ class CheckpointedCall:
     Args:
         module: the module, which `allows_checkpointing`.
         arguments: arguments of the call.
+        state: the present state of the module.
     """
 
-    def __init__(self, module: nn.Module, arguments: Arguments) -> None:
+    def __init__(self, module: nn.Module, arguments: Arguments, state: ModuleState) -> None:
         self._module = module
         self._arguments = arguments
-        self._state = RerunState(module)
+        self._state = RerunState(module, state)
         self._is_interrupted = False
         self._checkpoint = internals.begin_checkpoint(self._run_again, arguments.tensors)
 

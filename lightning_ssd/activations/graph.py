@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_ssd import torch_internals as internals
+from lightning_ssd.activations.rerun_state import UnitProof
 from lightning_ssd.activations.transient_memory import TransientMemory
 from lightning_ssd.activations.unit_dispatch_mode import Segment, UnitCall
 
@@ -111,6 +112,8 @@ class ForwardGraph:
     """Memory of forward and backward without weights, their gradients, and saved tensors."""
     arguments: dict[UnitCall, frozenset[int]] = field(default_factory=dict)
     """Numbers of the buffers among the arguments of each unit call whose forward may be run again in backward."""
+    proofs: dict[UnitCall, UnitProof] = field(default_factory=dict)
+    """For each of these calls, the proof that it may, which user code ends by changing the unit."""
     cast_bytes: dict[UnitCall, int] = field(default_factory=dict)
     """Bytes of autocast's casts of weights that each unit call has made and backward needs."""
 

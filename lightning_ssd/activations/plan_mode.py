@@ -28,6 +28,7 @@ from lightning_ssd.activations.recompute import (
     recomputed_of,
 )
 from lightning_ssd.activations.record import SavedStorage
+from lightning_ssd.activations.rerun_state import UnitProof
 from lightning_ssd.activations.unit_dispatch_mode import Segment, UnitCall, UnitDispatchMode
 from lightning_ssd.storage_tags import CHOICE
 from lightning_ssd.types import Choice
@@ -57,14 +58,15 @@ class OpSchedule:
         operations: the operations of each segment.
         plain_calls: unit calls that run as in plain training.
         save_weights: whether autograd saves references to weights in these calls, because they may be offloaded.
-        checkpointed: unit calls whose forward is run again in backward. Where a call can't be, because of its arguments
-            or hooks of the user, the placement policy decides about its saved tensors.
+        checkpointed: unit calls whose forward is run again in backward, each with the proof that it may. Where a call
+            can't be, because of its arguments, hooks of the user, or changes of the unit, the placement policy decides
+            about its saved tensors.
     """
 
     operations: Mapping[Segment, Sequence[PlannedOp]] = field(default_factory=dict)
     plain_calls: frozenset[UnitCall] = frozenset()
     save_weights: bool = False
-    checkpointed: frozenset[UnitCall] = frozenset()
+    checkpointed: Mapping[UnitCall, UnitProof] = field(default_factory=dict)
 
 
 class SavedTensorHooks(Protocol):
@@ -121,7 +123,8 @@ def make_schedule(
             PlannedOp(operation.func, of_operation.get(index, {}), recomputed.get(index, {}), elapsed)
         )
     plain = _plain_calls(graph, choices, of_operation) if plain_calls else frozenset()
-    return OpSchedule(schedule, plain - checkpointed, save_weights, checkpointed)
+    proofs = {one: graph.proofs[one] for one in checkpointed if one in graph.proofs}
+    return OpSchedule(schedule, plain - checkpointed, save_weights, proofs)
 
 
 def _plain_calls(
@@ -168,6 +171,8 @@ class PlanMode(UnitDispatchMode):
         self._checkpointed: CheckpointedCall | None = None
         """The checkpointing of the call `_paused_by`; `None`: the call is not run again in backward."""
         self._caches = EmptyCaches()
+        self.units_changed = False
+        """Whether the last forward had calls that were not checkpointed because user code had changed their units."""
         self.slowdown = 1.0
         """Current forward time / sum of the operations' profiled seconds."""
         self.checking = False
@@ -183,6 +188,7 @@ class PlanMode(UnitDispatchMode):
 
     def __enter__(self) -> Any:
         self.elapsed = 0.0
+        self.units_changed = False
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -232,13 +238,18 @@ class PlanMode(UnitDispatchMode):
     ) -> None:
         if not self.schedule.checkpointed:
             return
-        if unit_call not in self.schedule.checkpointed or self._paused_by is not None:
+        proof = self.schedule.checkpointed.get(unit_call)
+        if proof is None or self._paused_by is not None:
             self._caches.copy_if_empty(args, kwargs)
             return
         arguments = rerun_arguments(unit_call, module, args, kwargs, self._caches)
-        if arguments is not None and self._hooks.pause(save_weights=False):  # torch's hooks save none
+        if arguments is None:
+            return
+        state = proof.state()
+        self.units_changed |= state is None
+        if state is not None and self._hooks.pause(save_weights=False):  # torch's hooks save none
             self._paused_by = unit_call
-            self._checkpointed = CheckpointedCall(module, arguments)
+            self._checkpointed = CheckpointedCall(module, arguments, state)
             self._checkpointed.begin()
 
     def compiled_called(

@@ -1,21 +1,30 @@
 """State besides its arguments that a forward reads: a second run in backward must find it as the first run did.
 
 User code may change it after the forward: it switches adapters or to `eval()`, or leaves a `sdpa_kernel` context. The
-second run must not change it either, such as a counter of forwards. Torch itself restores the states of its default
-random number generators and of autocast.
+second run must not change it either, such as a running mean. Torch itself restores the states of its default random
+number generators and of autocast.
+
+A forward was recorded to prove that it may be run again, and changes by user code before a later one end that proof.
+Each forward compares attributes by identity, in less time than copies of them take. Therefore a copy serves
+all forwards until an attribute is changed. Global variables, and attributes of classes and of objects that are neither
+modules nor configurations, are not compared.
 """
 
 import contextlib
 import random
+import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from enum import Enum
 from functools import partial
+from itertools import chain
 from operator import is_
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations.record import check_version
@@ -25,6 +34,14 @@ KEEP_UNIT = "set `checkpoint: false` in the unit of your plan, or `offload=1.0`,
 
 _CONTAINERS = frozenset({dict, list, set, OrderedDict})
 """Types of attributes whose elements are recorded, among them the parameters, buffers and hooks of a module."""
+
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
+
+_BY_VALUE = (bool, int, float, complex, str, Enum, torch.dtype, torch.device, type, *_FUNCTIONS)
+"""Types of attributes whose value, which is the identity of a function, shows that user code has changed them."""
+
+_OF_TORCH = frozenset(name for name in vars(nn.Module()) if "hook" in name) | {"_compiled_call_impl"}
+"""Attributes of a module that show nothing about its code: the package itself has hooks in most modules."""
 
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -40,69 +57,183 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 products are not among them: which of torch's two sets of functions may read them depends on the user's calls."""
 
 
-class RerunState:
-    """The attributes of a module and of those inside of it, elements of their containers, and settings of torch.
+class ModuleState:
+    """Attributes of a module and of those inside of it, elements of their containers, and their configurations.
 
     Args:
-        module: the module, of which the present state is recorded. Its tensors stay alive with this object.
+        module: the module, of which the present state is recorded. It stays alive with this object.
+
+    Attributes:
+        kind: compares equal for states of a module in which its forward runs the same code, unless data make it differ.
+        tensors: parameters, buffers and other tensors among them, without those made in inference mode.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = list(module.modules())
+        self._classes = [type(inner) for inner in self._modules]
+        self._filled: list[Any] = []
+        """Containers with elements."""
+        self._empty: list[Any] = []
+        """Containers without elements, such as most of those of hooks."""
+        kind: list[object] = [*self._classes]
+        tensors: dict[int, Tensor] = {}
+        left: list[tuple[Any, bool]] = [(vars(inner), True) for inner in self._modules]
+        seen: set[int] = set()
+        configuration = class_of_transformers("configuration_utils", "PretrainedConfig")
+        while left:
+            container, of_user = left.pop()
+            if id(container) in seen:
+                continue
+            seen.add(id(container))
+            if type(container) is not tuple:
+                (self._filled if container else self._empty).append(container)
+            for name, value in container.items() if isinstance(container, dict) else enumerate(container):
+                counts, is_tensor = of_user and name not in _OF_TORCH, isinstance(value, Tensor)
+                if counts:
+                    kind_of_value = Tensor if is_tensor else type(value)
+                    kind.append((name, kind_of_value, value if isinstance(value, _BY_VALUE) else None))
+                if is_tensor:
+                    tensors[id(value)] = value
+                elif type(value) in _CONTAINERS or type(value) is tuple:
+                    left.append((value, counts))
+                elif configuration is not None and isinstance(value, configuration):
+                    left.append((vars(value), counts))
+        self.kind = tuple(kind)
+        with internals.without_torch_function():
+            self.tensors = [one for one in tensors.values() if not one.is_inference()]
+        self._copies = [container.copy() for container in self._filled]
+        self._lengths = [len(container) for container in self._filled]
+        self._present = [one.values() if isinstance(one, dict) else one for one in self._filled]
+        """Views of the present values of dicts, and the other containers themselves."""
+        self._values = list(chain.from_iterable(self._present))
+
+    def is_present(self) -> bool:
+        """Returns whether each container has the same elements as then, in the same order, compared by identity.
+
+        An attribute that was only renamed is not noticed.
+        """
+        return (
+            not any(self._empty)
+            and list(map(len, self._filled)) == self._lengths
+            and all(map(is_, chain.from_iterable(self._present), self._values))
+            and list(map(type, self._modules)) == self._classes
+        )
+
+    def restore(self) -> None:
+        """Restores the recorded state."""
+        if self.is_present():
+            return
+        for inner, kind in zip(self._modules, self._classes, strict=True):
+            if type(inner) is not kind:
+                inner.__class__ = kind
+        for container in self._empty:
+            container.clear()
+        for container, before in zip(self._filled, self._copies, strict=True):
+            if not _is_same(container, before):
+                container.clear()
+                (container.extend if type(container) is list else container.update)(before)
+
+
+class UnitProof:
+    """The proof that the forward of a unit's module may be run again, as one that was recorded may.
+
+    It holds as long as user code does not change the module, such as an activation or a flag in it: other code might
+    draw numbers of its own, or read tensors that change before backward.
+
+    Args:
+        module: the module, whose forward is recorded now.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._settings = [read() for read, _ in _SETTINGS]
-        self._filled: list[tuple[Any, Any]] = []
-        """Containers and copies of them."""
-        self._empty: list[Any] = []
-        """Containers without elements, such as most of those of hooks."""
-        self._versions: list[tuple[nn.Parameter, int]] = []
-        """Parameters and their versions."""
-        for inner in module.modules():
-            attributes = vars(inner)
-            containers = [value for value in attributes.values() if type(value) in _CONTAINERS]
-            self._empty += [value for value in containers if not value]
-            self._filled += [(value, value.copy()) for value in (attributes, *containers) if value]
-            with internals.without_torch_function():  # offloaded weights would answer for their versions
-                self._versions += [
-                    (one, internals.version_of(one)) for one in inner._parameters.values() if one is not None
-                ]
+        self._state: ModuleState | None = ModuleState(module)
+        """The last state in which the proof held; `None` after a change, so that replaced weights are freed."""
+        self._kind = self._state.kind
+
+    def state(self) -> ModuleState | None:
+        """Returns the present state of the module; `None`: it was changed, so that nothing is proved."""
+        if self._state is None or not self._state.is_present():
+            present = ModuleState(self._module)
+            self._state = present if present.kind == self._kind else None
+        return self._state
+
+
+class RerunState:
+    """The state of a module, versions of its tensors, and settings of torch, at the begin of a forward.
+
+    Args:
+        module: the module.
+        state: its present state.
+    """
+
+    def __init__(self, module: nn.Module, state: ModuleState) -> None:
+        self._module = module
+        self._state = state
+        self._settings = _read_settings()
+        with internals.without_torch_function():  # offloaded weights would answer for their versions
+            self._versions = list(map(internals.version_of, state.tensors))
 
     def check_versions(self) -> None:
-        """Checks that no parameter was changed in place since.
+        """Checks that no parameter, buffer or other tensor of the module was changed in place since.
 
         Raises:
             RuntimeError: one was (PyTorch's message for a saved tensor).
         """
         with internals.without_torch_function():
-            for parameter, version in self._versions:
-                check_version(parameter, version, parameter.dtype, parameter.size(), self._remedy)
+            for tensor, version in zip(self._state.tensors, self._versions, strict=True):
+                check_version(tensor, version, tensor.dtype, tensor.size(), self._remedy)
 
     def _remedy(self) -> str:
         return (
-            f" It is a parameter of {type(self._module).__name__}, which is checkpointed. Change it after backward, "
+            f" It belongs to {type(self._module).__name__}, which is checkpointed. Change it after backward, "
             f"or {KEEP_UNIT}."
         )
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Restores the state for the length of the context, and afterwards the one before."""
-        present = RerunState(self._module)
-        self._restore()
+        settings = _read_settings()
+        present = self._state if self._state.is_present() else ModuleState(self._module)
+        _change_settings(self._settings)
+        if present is not self._state:
+            self._state.restore()
         try:
             yield
         finally:
-            present._restore()
+            _change_settings(settings)
+            present.restore()
 
-    def _restore(self) -> None:
-        for (read, change), value in zip(_SETTINGS, self._settings, strict=True):
-            if read() != value:
-                change(value)
-        if any(self._empty):
-            for container in self._empty:
-                container.clear()
-        for container, before in self._filled:
-            if not _is_same(container, before):
-                container.clear()
-                (container.extend if type(container) is list else container.update)(before)
+
+def _read_settings() -> list[Any]:
+    return [read() for read, _ in _SETTINGS]
+
+
+def _change_settings(values: Sequence[Any]) -> None:
+    for (read, change), value in zip(_SETTINGS, values, strict=True):
+        if read() != value:
+            change(value)
+
+
+def kind_of(module: nn.Module) -> Hashable:
+    """Returns the kind of a unit's module: classes, attributes and parameters of the modules in it.
+
+    Attributes count by their type, flags and texts also by their value; parameters by name, shape and dtype. Forwards
+    of modules of one kind run the same operators, unless data or numbers, such as a layer's index, make them differ.
+    """
+    with internals.without_torch_function():
+        parameters = tuple((name, tuple(one.shape), one.dtype) for name, one in module.named_parameters())
+    return tuple((type(inner), _kinds_of_attributes(inner)) for inner in module.modules()), parameters
+
+
+def _kinds_of_attributes(module: nn.Module) -> Hashable:
+    attributes = vars(module).items()
+    return tuple((name, type(value), value if isinstance(value, bool | str) else None) for name, value in attributes)
+
+
+def class_of_transformers(module: str, name: str) -> type | None:
+    """Returns a class of transformers if that is imported already, which takes seconds."""
+    found: type | None = getattr(sys.modules.get(f"transformers.{module}"), name, None)
+    return found
 
 
 def _is_same(container: Any, before: Any) -> bool:

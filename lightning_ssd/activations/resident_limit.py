@@ -64,8 +64,8 @@ class ResidentLimit:
         self.expected_bytes = 0
         """Expected saved bytes of the present micro-batch."""
         self.unsaved_bytes = 0
-        """Bytes that the last micro-batch would have saved besides, had its units not been checkpointed: the next one
-        is expected to save them, too."""
+        """Bytes that the present micro-batch would have saved besides, had its units not been checkpointed: the next
+        one is expected to save them, too. `UnplannedCheckpoints` adds them."""
         self.placed_bytes = 0
         """`expected_bytes` without the storages within the window, which are kept without asking the placement."""
         self._limit = float("inf")
@@ -97,7 +97,7 @@ class ResidentLimit:
         """The least bytes that were allocated before a micro-batch."""
         self.keeps_unknown = False
         """Whether a micro-batch that is measured, or whose memory is not known, keeps storages while there is memory.
-        Otherwise it offloads those that can be."""
+        Otherwise it offloads those that can be. False when it begins; `UnplannedCheckpoints` sets it."""
         self._kept_unknown = 0
         """Bytes that the present micro-batch has kept so."""
         self._unfinished = False
@@ -120,7 +120,7 @@ class ResidentLimit:
         self._limit = limit
         if self._peak and self.unsaved_bytes:  # kept bytes include the storage that backward needs first
             expected_bytes = max(expected_bytes, self._kept_unknown) + self.unsaved_bytes
-        self.unsaved_bytes = 0
+        self.keeps_unknown, self.unsaved_bytes = False, 0
         self._largest_bytes = max(self._largest_bytes, expected_bytes)
         # A measured micro-batch without a backward has no peak: the next one is measured instead.
         self._unfinished = self.measuring and not self._peak
@@ -128,12 +128,10 @@ class ResidentLimit:
             self._others = max(1.0, self._others if self._levels else 0.0, self._peak - self._kept_unknown)
             self._levels = [*self._levels, self._level][-self.MOST_LEVELS :]
             self._measured_bytes = expected_bytes
-            self.keeps_unknown = False
         elif self._peak and not self._others:
             # Storages that were kept count as allocated at the peak: a micro-batch that keeps no more bytes needs no
             # more memory.
             self._others = max(1.0, self._peak - self._kept_unknown)
-            self.keeps_unknown = False
         elif self._peak > max(most, self._peak_before):
             self._others += self._peak - most
             if self._peak > limit:
@@ -171,15 +169,12 @@ class ResidentLimit:
         self.meter.reset_peak()
 
     def begin_anew(self) -> None:
-        """Forgets measured micro-batches, because later storages are fewer: units are checkpointed from now on.
-
-        The present micro-batch, or the next one, keeps all storages while there is memory, unless it is measured.
-        """
+        """Forgets measured micro-batches, because later storages are fewer: units are checkpointed from now on."""
         if not self.measuring:
             self._lowest = 2**63 if self._peak else self._level  # of the micro-batches from now on
             self._others, self._peak, self._largest_bytes = 0.0, 0, 0
             self._levels.clear()
-            self.scarce, self.keeps_unknown = False, True
+            self.scarce = False
         self.unsaved_bytes = 0
 
     def lower(self) -> None:

@@ -173,7 +173,7 @@ class AutoPlan(Uncopied):
             self._batches.add(self._shape)
         self._begins_step, self._at_boundary = self._at_boundary, False
         if self.cycle is not None:
-            self.cycle.checkpointed = frozenset() if self._checkpoints is None else self._checkpoints.modules
+            self.cycle.checkpointed = {} if self._checkpoints is None else self._checkpoints.modules
             self.cycle.begin_micro_batch(batch)
         self._limited = self.cycle is None or self.cycle.keeps_excess
         if self._limited:

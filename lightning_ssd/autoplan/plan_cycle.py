@@ -48,7 +48,11 @@ MAX_UNCORRECTED = 12
 """Steps under a plan after which it is final, although few of them could be compared with its prediction."""
 
 LASTING = 4
-"""Steps in a row with more allocated memory, or other trained parameters, after which a training is profiled again."""
+"""Steps in a row with more allocated memory, other trained parameters, or units that are not checkpointed because user
+code has changed them, after which a training is profiled again."""
+
+MAX_CHANGES = 3
+"""Most times that a training is profiled again for changed units, which user code may change in each step."""
 
 GROWTH = 0.01
 """Largest growth of allocated bytes / limit of memory, with which the plan still applies."""
@@ -122,7 +126,10 @@ class PlanCycle(ProfiledSteps):
         self._level = 0
         """Bytes that were allocated before the present step."""
         self._num_differing = 0
-        """Steps in a row whose micro-batches don't follow the plan, though their batches are no larger."""
+        """Steps in a row whose micro-batches don't follow the plan, or not in all units, though their batches are no
+        larger."""
+        self._num_changes = 0
+        """Times that the training was profiled again for changed units."""
         self._num_steps = self._num_compared = 0
         """Steps under the plan in force, and those that were measured up to the last comparison."""
         self._compared_plan: Plan | None = None
@@ -428,9 +435,11 @@ class PlanCycle(ProfiledSteps):
         grown = self._level > self._allocated + GROWTH * (math.inf if self._meter is None else self._meter.limit())
         differs = grown or not self._recorded.trains_all
         if begins:
-            self._num_differing = self._num_differing + 1 if differs else 0
+            changed = runner.units_changed and self._num_changes < MAX_CHANGES
+            self._num_differing = self._num_differing + 1 if differs or changed else 0
             if self._num_differing >= LASTING and not self.calibrating:
-                self._profile_again(runner, grown=grown)
+                self._num_changes += changed
+                self._profile_again(runner, grown=grown, changed=changed)
                 return
         size = None if differs else self._recorded.size(shape)
         number = None if size is None else row_of(size)
@@ -478,10 +487,13 @@ class PlanCycle(ProfiledSteps):
             runner.safe_rows[number] = None if plan is None else runner.make_row(plan, size)
         return runner.safe_rows[number]
 
-    def _profile_again(self, runner: PlanRunner, *, grown: bool) -> None:
-        """Profiles the training anew, as more memory is allocated for good, or other parameters are trained."""
+    def _profile_again(self, runner: PlanRunner, *, grown: bool, changed: bool) -> None:
+        """Profiles the training anew, as its memory, its trained parameters or its units are other ones for good."""
         growth = f"{format_bytes(self._level - self._allocated)} more than before are allocated on the GPU"
-        reason = growth if grown else "other parameters are trained than before"
+        changes = (
+            "units that the plan checkpoints were changed" if changed else "other parameters are trained than before"
+        )
+        reason = growth if grown else changes
         self.training.inform(f"SwapPlanner: {reason}: the training is profiled again.")
         runner.stop()
         self.stage, self.recordable = "profile", None

@@ -162,6 +162,11 @@ class PlanRunner:
         """Number of measured steps that the host has ended under the plan, without those of `WARMUP_AFTER_CHANGE`."""
         return self._timer.num_steps
 
+    @property
+    def units_changed(self) -> bool:
+        """Whether units were not checkpointed in the last forward with a schedule, as user code has changed them."""
+        return self._mode is not None and self._mode.units_changed
+
     def apply(self, plan: Plan, warm_up: int = WARMUP_AFTER_CHANGE) -> None:
         """Puts `plan` in force for the next step, and predicts its steps.
 

@@ -4,12 +4,13 @@ No profile precedes the first step: a trace would call `training_step` once more
 can't be undone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from lightning_ssd import torch_internals as internals
+from lightning_ssd.activations import UnitProof
 from lightning_ssd.autoplan.batches import BatchShape, SeenBatches
 from lightning_ssd.autoplan.protocol import Training
 from lightning_ssd.planning import ModelProfile
@@ -38,7 +39,8 @@ class ProfiledSteps(Uncopied):
         training: the training.
         phase: purpose of the present micro-batch, or of the last one.
         profiler: measures the training. A move of model states replaces it.
-        checkpointed: modules of units that are checkpointed while a micro-batch is recorded, and in the next one.
+        checkpointed: modules of units that are checkpointed while a micro-batch is recorded, and in the next one, each
+            with the proof that it may be.
         recordable: batches of which a large one is recorded, if there is one within `MAX_WAIT` steps; `None`: any is.
     """
 
@@ -46,7 +48,7 @@ class ProfiledSteps(Uncopied):
         self, training: Training, warm_up: int, steps: int, on_profile: Callable[[ModelProfile], None]
     ) -> None:
         self.training = training
-        self.checkpointed: frozenset[nn.Module] = frozenset()
+        self.checkpointed: Mapping[nn.Module, UnitProof] = {}
         self.recordable: SeenBatches | None = None
         self._on_profile = on_profile
         self._num_timed = steps

@@ -24,6 +24,7 @@ from lightning_ssd.activations import (
     EmptyCaches,
     ResidentLimit,
     UnitCall,
+    UnitProof,
     allows_checkpointing,
     around_call,
     calls_are_compiled,
@@ -65,8 +66,8 @@ class UnplannedCheckpoints(Uncopied):
         """The limit of kept tensors of the present micro-batch; `None`: no unit is checkpointed in it."""
         self._kinds: dict[nn.Module, int] = {}
         """Number of the kind of each unit that may be checkpointed by its class."""
-        self._exact: dict[nn.Module, Hashable] = {}
-        """The exact kind of each of them when it was hooked."""
+        self._proofs: dict[nn.Module, UnitProof] = {}
+        """What is proved about each of them if a call of its kind may be run again: until user code changes it."""
         self._may_run_again: dict[int, bool] = {}
         """Whether units of a kind may be checkpointed, once one of them was called."""
         self._bytes: dict[int, int] = {}
@@ -92,9 +93,11 @@ class UnplannedCheckpoints(Uncopied):
         self._removals: list[Callable[[], None]] = []
 
     @property
-    def modules(self) -> frozenset[nn.Module]:
-        """The units that are checkpointed."""
-        return frozenset(one for one, kind in self._kinds.items() if self.short and self._may_run_again.get(kind))
+    def modules(self) -> dict[nn.Module, UnitProof]:
+        """The units that are checkpointed, each with the proof that it may be."""
+        if not self.short:
+            return {}
+        return {one: self._proofs[one] for one, kind in self._kinds.items() if self._may_run_again.get(kind)}
 
     def checkpoint_all(self, limit: ResidentLimit) -> None:
         """Checkpoints all units that may be from now on. `limit` is that of the present or next micro-batch."""
@@ -118,8 +121,6 @@ class UnplannedCheckpoints(Uncopied):
         self._left = Counter(self._kinds.values())
         self._bytes.clear()
         self._lacks, self._only_now, self._keeps = known.short, False, not again
-        if self.short and limit.measuring:
-            limit.keeps_unknown = self._keeps and bool(self.modules)
         if self._kinds:
             self._lacks_room(limit)
         self._calls.clear()
@@ -150,7 +151,7 @@ class UnplannedCheckpoints(Uncopied):
             module = unit.modules[0]
             if len(unit.modules) == 1 and not calls_are_compiled(module) and allows_checkpointing(module):
                 self._kinds[module] = numbers.setdefault(kind_of(module), len(numbers))
-                self._exact[module] = kind_of(module, exact=True)
+                self._proofs[module] = UnitProof(module)
         if not self._kinds:
             return
         self._trace = TraceMode([unit.modules for unit in units], self._training.offloader.device, timed=False)
@@ -173,15 +174,16 @@ class UnplannedCheckpoints(Uncopied):
         call = UnitCall(index, self._calls[module])
         arguments = rerun_arguments(call, module, args, kwargs, self._caches)
         self._calls[module] += 1
-        if arguments is None or kind_of(module, exact=True) != self._exact[module]:
-            return  # user code has changed the module, so that another call of its kind proves nothing about it
+        state = None if arguments is None else self._proofs[module].state()
+        if arguments is None or state is None:
+            return
         lacks_room = self._lacks_room(limit)
         if kind not in self._may_run_again:
             assert self._trace is not None
             self._recorded = index
             self._trace.__enter__()
         elif lacks_room and self._may_run_again[kind] and (self.short or kind in self._bytes):
-            self._checkpoint = module, CheckpointedCall(module, arguments)
+            self._checkpoint = module, CheckpointedCall(module, arguments, state)
             self._checkpoint[1].begin()
             if not self.short:
                 limit.unsaved_bytes += self._bytes[kind]
@@ -195,18 +197,20 @@ class UnplannedCheckpoints(Uncopied):
 
         In a micro-batch whose memory is not known, they are checkpointed unless saved tensors surely have room.
         """
+        surely_fit = False
         if not self.short:
             left = sum(self._bytes[kind] * count for kind, count in self._left.items() if kind in self._bytes)
             saved, most = self._saved() - self._saved_before + limit.unsaved_bytes + left, limit.meter.limit()
             possible = any(self._may_run_again.values()) and self._training.offloader.policy.mode is None
             if self._level + saved > most or (possible and self._lacks):
                 self.checkpoint_all(limit)
-                limit.keeps_unknown = self._keeps and bool(self.modules)
             elif not limit.known:
                 surely_fit = self._level + saved <= SURELY_FITS * most
                 surely_fit = surely_fit and not (limit.measuring and self._may_run_again)
                 self._only_now = possible and not surely_fit
-                limit.keeps_unknown = self._keeps and (surely_fit or self._only_now)
+        if not limit.known:
+            checkpoints = self._only_now or (self.short and any(self._may_run_again.values()))
+            limit.keeps_unknown = self._keeps and (surely_fit or checkpoints)
         return self.short or self._only_now
 
     def _end_checkpoint(self, module: nn.Module, output: object) -> None:

@@ -25,6 +25,7 @@ from lightning_ssd.activations import (
     SavedStorage,
     UnitCall,
     UnitDispatchMode,
+    UnitProof,
     around_call,
     kind_of,
     make_schedule,
@@ -101,7 +102,7 @@ class Profiler(Uncopied):
         self._optimizer_trace: OptimizerTrace | None = None
         self._plan_mode: PlanMode | None = None
         self._recorded_backward = False
-        self._checkpointed: Collection[nn.Module] = ()
+        self._checkpointed: Mapping[nn.Module, UnitProof] = {}
         """Modules of units that are checkpointed in the recorded micro-batch and the next one."""
         self._policy_before = offloader.policy
         self._memory = allocator_memory(offloader.device)
@@ -145,13 +146,14 @@ class Profiler(Uncopied):
             )
         self._module = module
 
-    def begin_recording(self, checkpointed: Collection[nn.Module] = ()) -> None:
+    def begin_recording(self, checkpointed: Mapping[nn.Module, UnitProof] | None = None) -> None:
         """Records the next forward and its backward.
 
         Args:
-            checkpointed: modules of units that are checkpointed meanwhile, and while recomputed tensors are compared.
+            checkpointed: modules of units that are checkpointed meanwhile, and while recomputed tensors are compared,
+                each with the proof that it may be.
         """
-        self._checkpointed = checkpointed
+        self._checkpointed = checkpointed or {}
         if self._module is not None:
             self._lifetimes = LifetimeRecorder()
             self._lifetimes.register_model(self.units, self._module, self._optimizers)
@@ -519,7 +521,7 @@ def _all_but_first(
 
 
 def _with_proofs(
-    graph: ForwardGraph, saved: Sequence[Saved], unchecked: frozenset[UnitCall], proved: Collection[int]
+    graph: ForwardGraph, saved: Sequence[Saved], unchecked: Collection[UnitCall], proved: Collection[int]
 ) -> list[Saved]:
     """Returns saved buffers, which are recomputable only if a recomputed one was equal.
 

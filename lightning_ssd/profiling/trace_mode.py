@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from lightning_ssd.activations import (
     Segment,
     UnitCall,
     UnitDispatchMode,
+    UnitProof,
     around_call,
     calls_are_compiled,
     calls_operators,
@@ -92,7 +93,7 @@ class TraceMode(UnitDispatchMode):
         device: device of the model.
         lifetimes: recorder of all tensors' lifetimes, to which every operation is passed, too.
         offloader: its hooks are removed in calls of `checkpointed`; `None`: there are none.
-        checkpointed: modules of units whose calls are checkpointed, if their arguments allow it.
+        checkpointed: modules of units whose calls are checkpointed, if their arguments and the proofs allow it.
         timed: whether seconds are needed, so that work is queued before the operations.
 
     Attributes:
@@ -105,14 +106,14 @@ class TraceMode(UnitDispatchMode):
         device: torch.device,
         lifetimes: LifetimeRecorder | None = None,
         offloader: ActivationOffloader | None = None,
-        checkpointed: Collection[nn.Module] = (),
+        checkpointed: Mapping[nn.Module, UnitProof] | None = None,
         *,
         timed: bool = True,
     ) -> None:
         super().__init__(units)
         self.graph = ForwardGraph()
         self._offloader = offloader
-        self._checkpointed = checkpointed
+        self._checkpointed = checkpointed or {}
         self._running: tuple[UnitCall, RecordedCheckpoint] | None = None
         """The running checkpointed call."""
         self._timed = timed
@@ -306,11 +307,14 @@ class TraceMode(UnitDispatchMode):
         if arguments is not None:
             read = _read(arguments.tensors)
             self.graph.arguments[unit_call] = frozenset(self._number(one) for one, weight in read.items() if not weight)
+            self.graph.proofs[unit_call] = UnitProof(module)
             self._random_states[unit_call] = other_random_states()
-            if module in self._checkpointed and self._running is None:
+            proof = self._checkpointed.get(module)
+            state = None if proof is None else proof.state()
+            if state is not None and self._running is None:
                 assert self._offloader is not None
                 if self._offloader.pause(save_weights=False):  # unless user code has entered hooks or modes around it
-                    call = CheckpointedCall(module, arguments)
+                    call = CheckpointedCall(module, arguments, state)
                     self._running = unit_call, RecordedCheckpoint(call, self._offloader, self, self)
 
     def compiled_called(
@@ -407,6 +411,9 @@ class TraceMode(UnitDispatchMode):
         before = self._random_states.pop(unit_call, None)
         if before is not None and before != other_random_states():
             self._must_run_once([unit_call])  # another run would draw other numbers
+        proof = self.graph.proofs.get(unit_call)
+        if proof is not None and proof.state() is None:
+            self._must_run_once([unit_call])  # it changes itself, so that no later call is known to be the same
         for storage in _read(list(self._caches.tensors())):
             if (number := self._known(storage)) is not None:
                 self.graph.buffers[number].outlives_call = True

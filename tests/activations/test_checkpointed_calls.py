@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
-from transformers import DynamicCache, modeling_layers
+from transformers import DynamicCache, PretrainedConfig, modeling_layers
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightning_ssd.activations import ActivationOffloader, UnitCall, mark_weights
@@ -50,13 +50,15 @@ class Layer(GradientCheckpointingLayer):
         self.up, self.down, self.drop = nn.Linear(8, 16), nn.Linear(16, 8), nn.Dropout(0.5)
         self.inside: Any = lambda value: value
         self.seen = Seen()
+        self.config = PretrainedConfig()
+        self.config.flags = {"scaled": [False]}
 
     def forward(self, value: Tensor, scale: Any = None, past_key_values: Any = None, **keywords: Any) -> Tensor:
         self.seen.runs += 1
         self.seen.keywords.append(keywords)
         hidden = torch.sigmoid(self.up(value))
         self.seen.made.append(weakref.ref(hidden.untyped_storage()))
-        hidden = self.inside(hidden)
+        hidden = self.inside(hidden) * 2 if self.config.flags["scaled"][0] else self.inside(hidden)
         if past_key_values is not None:
             keys, values = past_key_values.update(hidden[None, None], hidden[None, None] * 2, 0)
             hidden = hidden + keys[0, 0, -4:] * values[0, 0, :4] * keys.shape[2]
@@ -221,25 +223,28 @@ class Abort(BaseException):
 def test_an_error_leaves_nothing_behind(offloader: ActivationOffloader, error: type[BaseException], where: str) -> None:
     """The error is raised in the forward of the layer, or in a later hook before it, such as that of a failed drive."""
     model = Layers()
-    expected = model.run()
-    checkpointed = Checkpointed(offloader, model)
-    attributes = list(vars(model.middle))
+    failing: list[bool] = []
 
     def fail(*arguments: Any) -> Any:
-        raise error
+        if failing:
+            raise error
+        return arguments[0]
 
     if where == "inside":
         model.middle.inside = fail
-    else:
+    expected = model.run()
+    checkpointed = Checkpointed(offloader, model)
+    attributes = list(vars(model.middle))
+    failing.append(True)
+    if where == "before":
         handle = model.middle.register_forward_pre_hook(ModuleHook(fail))
     with pytest.raises(error):
         checkpointed.forward()
     assert _get_current_dispatch_mode() is None
     assert list(vars(model.middle)) == attributes
     saved = offloader.stats().saved
-    if where == "inside":
-        model.middle.inside = lambda value: value
-    else:
+    failing.clear()
+    if where == "before":
         handle.remove()
     assert_same(model.run(), expected)
     assert offloader.stats().saved == saved  # no hook is left
@@ -253,7 +258,7 @@ def test_a_model_that_catches_an_error_computes_something_else(
 ) -> None:
     """What it computes then is no part of the checkpointed call, or backward raises an error with the reason."""
     model = Layers()
-    checkpointed = Checkpointed(offloader, model)
+    failing: list[bool] = []
 
     def call(value: Tensor) -> Tensor:
         try:
@@ -263,9 +268,14 @@ def test_a_model_that_catches_an_error_computes_something_else(
         return result
 
     def fail(value: Tensor) -> Tensor:
-        raise error
+        if failing:
+            raise error
+        return value
 
-    model.call, model.middle.inside = call, fail
+    model.middle.inside = fail
+    checkpointed = Checkpointed(offloader, model)
+    model.call = call
+    failing.append(True)
     expected = model.run()
     if error is ValueError:
         assert_same(checkpointed.run(), expected)
@@ -273,7 +283,7 @@ def test_a_model_that_catches_an_error_computes_something_else(
     with pytest.raises(RuntimeError, match="Layer has raised an error that is no"):
         checkpointed.run()
     checkpointed.end()
-    model.middle.inside = lambda value: value
+    failing.clear()
     expected = model.run()
     assert_same(checkpointed.run(), expected)
 
@@ -406,6 +416,17 @@ def with_buffer_changed_afterwards(model: Layers) -> None:
     model.call = call
 
 
+def with_number_of_calls(model: Layers) -> None:
+    """The number may be one by which the forward chooses its code."""
+    model.middle.calls = 0
+
+    def inside(value: Tensor) -> Tensor:
+        model.middle.calls += 1
+        return value
+
+    model.middle.inside = inside
+
+
 def with_generator(model: Layers) -> None:
     generator = torch.Generator().manual_seed(0)
     model.middle.inside = lambda value: value * torch.rand(16, generator=generator)
@@ -465,6 +486,7 @@ def with_wrapper_inside(model: Layers) -> None:
         with_statistics,
         with_changed_buffer,
         with_buffer_changed_afterwards,
+        with_number_of_calls,
         with_generator,
         with_random_numbers_of_python,
         with_random_numbers_of_numpy,
@@ -583,12 +605,29 @@ def replace_a_function(model: Layers) -> None:
     model.middle.inside = torch.tanh
 
 
+def replace_a_class(model: Layers) -> None:
+    model.middle.drop.__class__ = nn.Tanh
+
+
+def change_the_configuration(model: Layers) -> None:
+    model.middle.config.flags["scaled"][0] = True
+
+
 def add_a_hook(model: Layers) -> None:
     model.middle.up.register_forward_hook(lambda module, args, output: output * 2)
 
 
 @pytest.mark.parametrize(
-    "change", [switch_to_evaluation, change_an_option, replace_a_module, replace_a_function, add_a_hook]
+    "change",
+    [
+        switch_to_evaluation,
+        change_an_option,
+        replace_a_module,
+        replace_a_function,
+        replace_a_class,
+        change_the_configuration,
+        add_a_hook,
+    ],
 )
 def test_the_second_run_finds_the_state_of_the_first(
     offloader: ActivationOffloader, change: Callable[[Layers], None]
@@ -601,38 +640,47 @@ def test_the_second_run_finds_the_state_of_the_first(
     count_runs(model)
     loss = checkpointed.forward()
     change(model)
-    changed = [dict(vars(module)) for module in model.modules()]
+    changed = [(type(module), dict(vars(module))) for module in model.modules()]
     actual = [loss.detach(), *torch.autograd.grad(loss, parameters)]
     checkpointed.end()
     assert_same(actual, expected)
     assert count_runs(model) == [1, 2, 1]
-    assert [dict(vars(module)) for module in model.modules()] == changed
+    assert [(type(module), dict(vars(module))) for module in model.modules()] == changed
+
+
+@pytest.mark.parametrize("wrap", [lambda linear: linear, nn.Sequential])
+def test_a_replaced_module_is_freed(offloader: ActivationOffloader, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    """Once a forward has run without it, whether its layer is checkpointed then or not."""
+    model = Layers()
+    checkpointed = Checkpointed(offloader, model)
+    checkpointed.run()
+    replaced = weakref.ref(model.middle.up.weight)
+    model.middle.up = wrap(nn.Linear(8, 16))
+    checkpointed.run()
+    assert replaced() is None
 
 
 def test_the_second_run_changes_no_state(offloader: ActivationOffloader) -> None:
-    """A layer that counts its forwards counts as in plain training, and computes from the count of the first run."""
+    """A layer with a running mean of its forwards has that of plain training, and reads that of the first run."""
     model = Layers()
     middle = model.middle
     middle.register_buffer("mean", torch.zeros(16))
 
     def inside(value: Tensor) -> Tensor:
-        middle.calls += 1
-        middle.passed.append(middle.calls)
         middle.mean = middle.mean * 0.5 + value.detach().mean(0)
-        return value * middle.mean / sum(middle.passed)
+        return value * middle.mean
 
     def reset() -> None:
-        middle.calls, middle.passed, middle.mean = 0, [], torch.zeros(16)
+        middle.mean = torch.zeros(16)
 
     reset()
     middle.inside = inside
     expected = [tensor for _ in range(3) for tensor in model.run()]
-    passed, mean = list(middle.passed), middle.mean
+    mean = middle.mean
     checkpointed = Checkpointed(offloader, model)
     assert UnitCall(1, 0) in checkpointed.bytes
     reset()
     assert_same([tensor for _ in range(3) for tensor in checkpointed.run()], expected)
-    assert middle.passed == passed
     assert_same(middle.mean, mean)
 
 
@@ -745,6 +793,15 @@ def test_layers_that_may_run_again(offloader: ActivationOffloader, prepare: Call
     assert_runs_again(offloader, model)
 
 
+def with_another_function(model: Layers) -> None:
+    """The new one may draw numbers of its own, and nothing has shown that it doesn't."""
+    model.middle.inside = torch.tanh
+
+
+def with_another_option(model: Layers) -> None:
+    model.middle.config.flags["scaled"][0] = True
+
+
 @pytest.mark.parametrize(
     "prepare",
     [
@@ -755,6 +812,8 @@ def test_layers_that_may_run_again(offloader: ActivationOffloader, prepare: Call
         with_object,
         with_a_tensor_made_in_inference_mode,
         in_evaluation,
+        with_another_function,
+        with_another_option,
     ],
 )
 def test_layers_that_must_run_once_since_the_recorded_forward(
@@ -863,6 +922,24 @@ def test_a_weight_that_is_changed_before_backward(offloader: ActivationOffloader
     for loss in losses:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             model.gradients(loss)
+    checkpointed.end()
+
+
+@pytest.mark.parametrize("where", ["buffer", "attribute"])
+def test_a_tensor_of_a_layer_that_is_changed_before_backward(offloader: ActivationOffloader, where: str) -> None:
+    """Plain autograd has saved another tensor, which the second run would compute from other values."""
+    model = Layers()
+    scale = torch.ones(16)
+    if where == "buffer":
+        model.middle.register_buffer("scale", scale)
+    else:
+        model.middle.scales = [scale]
+    model.middle.inside = lambda value: value * scale.clone()
+    checkpointed = Checkpointed(offloader, model)
+    loss = checkpointed.forward()
+    scale.mul_(2)
+    with pytest.raises(RuntimeError, match="belongs to Layer, which is checkpointed. Change it after backward"):
+        model.gradients(loss)
     checkpointed.end()
 
 

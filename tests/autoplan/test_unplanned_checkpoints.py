@@ -364,6 +364,18 @@ class Switched(Noise):
         return super().forward(x) if self.mode else self.function(x)
 
 
+def change(model: TinyGPT, changed: str) -> None:
+    """Has the blocks, which have a `Switched`, draw numbers of generators of their own from now on."""
+    for block in model.model.transformer.h:
+        noise = Noise(on=True)
+        if changed == "module":
+            block.mlp.act = noise
+        elif changed == "mode":
+            block.mlp.act.mode = 1
+        else:
+            block.mlp.act.function = noise.forward
+
+
 @pytest.mark.parametrize("changed", ["module", "mode", "function"])
 def test_units_that_user_code_has_changed_are_not_checkpointed(
     changed: str, tmp_path: Path, see: See, monkeypatch: pytest.MonkeyPatch
@@ -372,14 +384,8 @@ def test_units_that_user_code_has_changed_are_not_checkpointed(
 
     class Changes(Activations):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            for block in self.model.transformer.h if batch_idx == 1 else ():
-                if changed == "module":
-                    block.mlp.act = Noise(on=True)
-                elif changed == "mode":
-                    block.mlp.act.mode = 1
-                else:
-                    noise = Noise(on=True)
-                    block.mlp.act.function = lambda x, noise=noise: noise(x)
+            if batch_idx == 1:
+                change(self, changed)
             return super().training_step(batch, batch_idx)
 
     def changes() -> TinyGPT:
@@ -388,6 +394,30 @@ def test_units_that_user_code_has_changed_are_not_checkpointed(
 
     fit_in_share(1.3, changes, [2, 12] * 3, tmp_path, see, monkeypatch)
     assert not any(see.reruns)
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("changed", ["module", "mode", "function"])
+def test_units_that_user_code_has_changed_under_a_plan_are_not_checkpointed(
+    changed: str, tmp_path: Path, see: See, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forward that was recorded for the plan was one of other code, too. The first plan checkpoints all units."""
+
+    class Changes(Activations):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            if batch_idx == 4:
+                change(self, changed)
+            return super().training_step(batch, batch_idx)
+
+    def changes() -> TinyGPT:
+        torch.manual_seed(1)
+        return Changes([Switched() for _ in range(3)])
+
+    plain = fit(changes(), [4] * 8, tmp_path, None, "auto")
+    use(SHORTER, monkeypatch)
+    see.running = 0
+    assert_same(plain, fit(changes(), [4] * 8, tmp_path, see))
+    assert see.reruns[3:6] == [3, 0, 0]
 
 
 def test_no_mode_and_hook_is_left_after_an_interrupt(tmp_path: Path, see: See, monkeypatch: pytest.MonkeyPatch) -> None:

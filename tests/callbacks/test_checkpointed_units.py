@@ -142,6 +142,32 @@ def all_checkpointed(plan: Plan, profile: ModelProfile) -> Plan:
     return replace(chosen, units=units)
 
 
+def test_a_training_whose_units_were_changed_is_profiled_again(tmp_path: Path, reruns: Calls) -> None:
+    """Until then, changed units are not checkpointed."""
+    settings = {"max_steps": 16}
+
+    class Changing(Trained):
+        def __init__(self, make: Any) -> None:
+            super().__init__(make)
+            self.reruns: list[int] = []
+            """Forwards of blocks that ran again before each step."""
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.reruns.append(reruns.count)
+            if self.trainer.global_step == 5:
+                for block in self.model.transformer.h:
+                    block.mlp.dropout.p = 0.25
+            return super().training_step(batch, batch_idx)
+
+    plan, profile = plan_and_profile(gpt2, tmp_path)
+    expected = train(Changing(gpt2), "auto", path=tmp_path, **settings)
+    chosen = pinned(all_checkpointed(plan, profile))
+    reruns.count = 0
+    actual = train(Changing(gpt2), SSDOffloadStrategy(**BOTH), chosen, path=tmp_path, **settings)
+    assert_same(actual, expected)
+    assert actual.reruns[4:6] == [0, 3] and actual.reruns[9] == 3 and actual.reruns[-1] > 3
+
+
 class Copying(pl.Callback):
     """Copies the module and writes it to memory, while a plan is in force."""
 
