@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from lightning.fabric.plugins.environments.lightning import find_free_network_port
 
+from tests.support import forks
 from tests.support.data_parallel import CASES, OTHERS
 from tests.support.pages import ROOT
 from tests.support.trainings import scratch_directories, script_environment
@@ -15,12 +16,12 @@ from tests.support.trainings import scratch_directories, script_environment
 PROGRAM = ["-m", "tests.support.data_parallel"]
 
 
-def launch(root: Path, *commands: tuple[Sequence[str], dict[str, str]]) -> None:
-    """Runs commands at once, each with its environment variables, to their ends, and collects what they print."""
+def launch(root: Path, *programs: tuple[Sequence[str], dict[str, str]]) -> None:
+    """Runs programs at once, each with its environment variables, to their ends, and collects what they print."""
     with (root / "output").open("w") as output:
         running = [
-            subprocess.Popen(command, stdout=output, stderr=output, env=script_environment() | variables, cwd=ROOT)
-            for command, variables in commands
+            forks.start(program, stdout=output, stderr=output, env=script_environment() | variables)
+            for program, variables in programs
         ]
         for process in running:
             process.wait(timeout=240)
@@ -38,7 +39,7 @@ def check(root: Path, name: str) -> None:
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory with the results of all cases in both processes."""
     root = tmp_path_factory.mktemp("ranks")
-    launch(root, ([sys.executable, *PROGRAM, str(root)], {}))
+    launch(root, ([*PROGRAM, str(root)], {}))
     return root
 
 
@@ -78,7 +79,7 @@ def test_launchers(tmp_path: Path, launcher: str) -> None:
     names = ["evaluation", "clipping_by_norm", "offloaded"] + ["refusals"] * (launcher == "hosts")
     program = [*PROGRAM, str(tmp_path), devices, num_nodes, *names]
     if launcher == "torchrun":
-        launch(tmp_path, ([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *program], address))
+        launch(tmp_path, (["-m", "torch.distributed.run", "--nproc-per-node=2", *program], address))
     else:
         variables = [
             {"SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2",
@@ -87,6 +88,6 @@ def test_launchers(tmp_path: Path, launcher: str) -> None:
             else {"NODE_RANK": rank}
             for rank in ("0", "1")
         ]  # fmt: skip
-        launch(tmp_path, *(([sys.executable, *program], address | one) for one in variables))
+        launch(tmp_path, *((program, address | one) for one in variables))
     for name in names:
         check(tmp_path, name)
