@@ -1,7 +1,5 @@
 """Two processes train as with Lightning's `ddp`, bit for bit, and offload activations; one launch for all cases."""
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +8,6 @@ from lightning.fabric.plugins.environments.lightning import find_free_network_po
 
 from tests.support import forks
 from tests.support.data_parallel import CASES, OTHERS
-from tests.support.pages import ROOT
 from tests.support.trainings import scratch_directories, script_environment
 
 PROGRAM = ["-m", "tests.support.data_parallel"]
@@ -51,10 +48,8 @@ def test_two_processes(results: Path, name: str) -> None:
 @pytest.mark.thorough
 def test_an_error_of_one_process_ends_both(tmp_path: Path) -> None:
     """Each process shows its error, that of rank 0 names the cause, and no file is left."""
-    command = [sys.executable, *PROGRAM, str(tmp_path), "2", "1", "failing"]
-    done = subprocess.run(  # until both processes have closed the pipes
-        command, capture_output=True, text=True, env=script_environment(), cwd=ROOT, timeout=120
-    )
+    command = [*PROGRAM, str(tmp_path), "2", "1", "failing"]
+    done = forks.run(command, env=script_environment(), timeout=120)
     assert done.returncode != 0
     assert "KeyError: 'deliberate'" in done.stderr and "rank 1 has failed: KeyError" in done.stderr
     assert scratch_directories(tmp_path) == []
@@ -62,9 +57,9 @@ def test_an_error_of_one_process_ends_both(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_a_recipe_trains_on_two_devices(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "lightning_ssd", "run", "gpt", "-c", "laptop-cpu", "--trainer.devices=2"]
+    command = ["-m", "lightning_ssd", "run", "gpt", "-c", "laptop-cpu", "--trainer.devices=2"]
     command += ["--trainer.strategy=ssd_offload", "--trainer.max_steps=2", f"--trainer.default_root_dir={tmp_path}"]
-    done = subprocess.run(command, capture_output=True, text=True, env=script_environment(), cwd=tmp_path, timeout=240)
+    done = forks.run(command, env=script_environment(), cwd=tmp_path, timeout=240)
     assert done.returncode == 0, done.stderr[-5000:]
     assert "Starting with 2 processes" in done.stderr
     assert len(list(tmp_path.rglob("last.ckpt"))) == 1 and scratch_directories(tmp_path) == []

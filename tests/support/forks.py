@@ -15,8 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
-import traceback
+import time
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -90,18 +89,31 @@ def start(
 def run(
     arguments: Sequence[str | Path], *, env: Mapping[str, str] = os.environ, cwd: Path | str = ROOT, timeout: float
 ) -> "subprocess.CompletedProcess[str]":
-    """Runs a program to its end, which kills it after `timeout` seconds, and returns what it has printed."""
-    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
-        program = start(arguments, env=env, cwd=cwd, stdout=stdout, stderr=stderr)
-        try:
-            program.wait(timeout)
-        finally:
-            program.kill()
-        printed = []
-        for file in (stdout, stderr):
-            file.seek(0)
-            printed.append(file.read())
-    return subprocess.CompletedProcess(arguments, program.wait(0), *printed)
+    """Runs a program until it and all processes that write to its pipes have ended, as `subprocess.run` does.
+
+    Raises:
+        TimeoutError: they run for longer than `timeout` seconds, after which the program is killed.
+    """
+    with contextlib.ExitStack() as stack, selectors.DefaultSelector() as reading:
+        pipes = [os.pipe() for _ in range(2)]
+        program = start(arguments, env=env, cwd=cwd, stdout=pipes[0][1], stderr=pipes[1][1])
+        stack.callback(program.kill)
+        printed = {read: b"" for read, _ in pipes}
+        for read, write in pipes:
+            os.close(write)
+            stack.callback(os.close, read)
+            reading.register(read, selectors.EVENT_READ)
+        until = time.monotonic() + timeout
+        while reading.get_map():
+            ready = reading.select(until - time.monotonic())
+            if not ready:
+                raise TimeoutError(f"{arguments} has not ended after {timeout} s")
+            for key, _ in ready:
+                printed[key.fd] += (data := os.read(key.fd, 1 << 16))
+                if not data:
+                    reading.unregister(key.fd)
+        status = program.wait(60)
+    return subprocess.CompletedProcess(arguments, status, *(text.decode() for text in printed.values()))
 
 
 @functools.cache
@@ -198,7 +210,7 @@ def _main() -> None:
         else:
             status = ended.code or 0
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())
 
 
 if __name__ == "__main__":
