@@ -123,7 +123,7 @@ def _server() -> socket.socket:
     with theirs:
         env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "tests.support.forks", str(theirs.fileno())]
-        subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=ROOT, env=env)
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], cwd=ROOT, env=env)
     return ours
 
 
