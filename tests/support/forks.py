@@ -82,7 +82,7 @@ def start(
     with theirs, open(os.devnull) as null:
         files = [null if stdin == subprocess.DEVNULL else stdin, stdout, stderr, theirs]
         descriptors = [one if isinstance(one, int) else one.fileno() for one in files]
-        socket.send_fds(_server(), [json.dumps(request).encode()], descriptors)
+        socket.send_fds(_server()[0], [json.dumps(request).encode()], descriptors)
     return Program(ours)
 
 
@@ -117,14 +117,14 @@ def run(
 
 
 @functools.cache
-def _server() -> socket.socket:
-    """Returns the connection to the process of the forks, which ends when this process closes it."""
+def _server() -> "tuple[socket.socket, subprocess.Popen[bytes]]":
+    """Returns the connection to the process of the forks, with which it ends, and this process."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "tests.support.forks", str(theirs.fileno())]
-        subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], cwd=ROOT, env=env)
-    return ours
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], cwd=ROOT, env=env)
+    return ours, process
 
 
 def _serve(requests: socket.socket) -> dict[str, Any] | None:
@@ -139,8 +139,9 @@ def _serve(requests: socket.socket) -> dict[str, Any] | None:
             pid, status = running.pop(process)
             watched.unregister(process)
             os.close(process)
-            status.send(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
-            status.close()
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            with status, contextlib.suppress(ConnectionError):  # the test has failed, and waits no longer
+                status.send(str(code).encode())
         if requests.fileno() not in ready:
             continue
         message, files, _, _ = socket.recv_fds(requests, 1 << 20, 4)
