@@ -4,8 +4,6 @@ import contextlib
 import errno
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +16,10 @@ from torch import Tensor
 
 from lightning_ssd import ActivationOffload, PrefetchScheduler, SSDOffloadStrategy
 from lightning_ssd.storage import ChecksumError, StorageError, StorageFullError
+from tests.support import forks
 from tests.support.compare import assert_same
 from tests.support.faults import FaultyBackend
+from tests.support.forks import Program
 from tests.support.products import thorough
 from tests.support.trainings import (  # noqa: F401
     SmallModel,
@@ -251,26 +251,31 @@ print("trained", flush=True)
 
 
 @contextmanager
-def _held_run(root: Path, *, forward: bool = True) -> "Iterator[subprocess.Popen[str]]":
-    """Runs a training in another process, and yields when that process waits for input within a step."""
+def _held_run(root: Path, *, forward: bool = True) -> Iterator[tuple[Program, Callable[[], tuple[str, str]]]]:
+    """Runs a training in another process, and yields when that process waits for input within a step.
+
+    Yields:
+        The program, and a function that gives it the input, and returns the rest of its output and its errors.
+    """
     script = root / "script.py"
     script.write_text(_HELD.format(root=str(root), forward=forward))
-    with subprocess.Popen(
-        [sys.executable, script],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=script_environment(),
-    ) as process:
+    (stdin, writes), (reads, stdout) = os.pipe(), os.pipe()
+    with open(writes, "wb", buffering=0) as given, open(reads) as printed, (root / "errors").open("w") as errors:
+        process = forks.start([script], env=script_environment(), stdin=stdin, stdout=stdout, stderr=errors)
+        os.close(stdin)
+        os.close(stdout)
+
+        def end() -> tuple[str, str]:
+            with contextlib.suppress(BrokenPipeError):  # it has ended
+                given.write(b"\n")
+            output = printed.read()
+            process.wait(60)
+            return output, (root / "errors").read_text()
+
         try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                if line.strip() == "inside":
-                    break
-            else:
-                pytest.fail(process.stderr.read() if process.stderr else "")
-            yield process
+            if "inside" not in (line.strip() for line in printed):
+                pytest.fail((root / "errors").read_text())
+            yield process, end
         finally:
             process.kill()
 
@@ -286,11 +291,11 @@ def _held_run(root: Path, *, forward: bool = True) -> "Iterator[subprocess.Popen
     ],
 )
 def test_a_terminated_run_leaves_no_files(tmp_path: Path, number: signal.Signals, forward: bool) -> None:
-    with _held_run(tmp_path, forward=forward) as process:
+    with _held_run(tmp_path, forward=forward) as (process, end):
         assert len(scratch_directories(tmp_path)) == 1
         process.send_signal(number)
         # Ctrl-C ends the step at once; SIGTERM lets it end, as Lightning does.
-        output, errors = process.communicate("\n", timeout=60)
+        output, errors = end()
     assert process.returncode in (0, 1), errors  # Lightning's: 0 after SIGTERM
     assert "trained" not in output
     assert scratch_directories(tmp_path) == []

@@ -71,6 +71,7 @@ assert not {other!r} in sys.modules
 
 
 @pytest.mark.thorough
+@wheel_only
 def test_a_broken_strategy_affects_only_trainers_that_use_it(run: Callable[[str], str]) -> None:
     """And only while it is broken: later Trainers find the strategies by name, without an import."""
     run(
@@ -92,6 +93,7 @@ del sys.modules["lightning_ssd.strategy"]
 
 
 @pytest.mark.thorough
+@wheel_only
 def test_with_both_trees_imported_the_asking_trainer_decides(run: Callable[[str], str]) -> None:
     """Also where the strategies were found by name in the other tree, before this one was imported."""
     run(

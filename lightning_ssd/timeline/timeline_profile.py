@@ -41,23 +41,28 @@ class TimelineProfile:
         self._profiler = torch.profiler.profile(
             activities=activities, experimental_config=internals.profiling_all_threads()
         )
-        self._events: list[Any] = []
-        """CUDA events of the marks on the compute stream."""
+        self._marker: torch.Tensor | None = None
+        """Written by a kernel at each mark of a GPU. Nothing reads it, so that streams may write it in any order."""
 
     def start(self) -> None:
-        """Begins to record. A GPU is synchronized first, which aligns its clock with the host's."""
+        """Begins to record. A GPU is synchronized first, so that no work before the first mark is in the timeline."""
         self._profiler.start()
         if self._device.type == "cuda":
+            with internals.without_dispatch():
+                self._marker = torch.zeros(1, device=self._device)
             torch.cuda.synchronize(self._device)
         self.mark("start")
 
     def mark(self, name: str) -> None:
-        """Marks the present end of the compute stream, on a CPU the present time."""
-        with span(f"{_MARK}{name}"):
-            if self._device.type == "cuda":
-                event = torch.cuda.Event(enable_timing=True)
-                event.record(torch.cuda.current_stream(self._device))
-                self._events.append(event)
+        """Marks the present end of the compute stream, on a CPU the present time.
+
+        The mark of a GPU is a kernel, because the profiler has kernels and no CUDA events. The time of an event has no
+        zero that the host knows: a GPU that other processes share executes the first event milliseconds after its
+        record.
+        """
+        with span(f"{_MARK}{name}"), internals.without_dispatch():
+            if self._marker is not None:
+                self._marker.zero_()
 
     def stop(self) -> None:
         """Ends the recording. A GPU is synchronized first."""
@@ -73,40 +78,43 @@ class TimelineProfile:
 
         Raises:
             OSError: the temporary file can't be written.
+            ValueError: the profiler has recorded no kernel of a mark.
         """
         with tempfile.TemporaryDirectory(dir=directory) as scratch:
             trace = Path(scratch) / "trace.json"
             self._profiler.export_chrome_trace(str(trace))
             events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("ph") == "X"]
-        clock = None if not self._events else [self._events[0].elapsed_time(event) / 1e3 for event in self._events]
-        name = torch.cuda.get_device_name(self._device) if clock else f"CPU, {torch.get_num_threads()} threads"
-        return read_timeline(events, self._thread, name, clock)
+        on_gpu = self._device.type == "cuda"
+        name = torch.cuda.get_device_name(self._device) if on_gpu else f"CPU, {torch.get_num_threads()} threads"
+        return read_timeline(events, self._thread, name, on_gpu=on_gpu)
 
 
-def read_timeline(
-    events: Sequence[dict[str, Any]], thread: int, device: str, clock: Sequence[float] | None
-) -> Timeline:
+def read_timeline(events: Sequence[dict[str, Any]], thread: int, device: str, *, on_gpu: bool) -> Timeline:
     """Returns the timeline of a trace of torch's profiler, from the first mark in it to the last.
 
     Args:
         events: complete events of the trace.
         thread: identifier of the training thread in the trace.
         device: name of the training device.
-        clock: seconds from the first mark to each mark on the GPU's clock; None: the device is a CPU.
+        on_gpu: whether the training device is a GPU.
+
+    Raises:
+        ValueError: the trace of a GPU has no kernel of a mark.
     """
-    found = [(event["ts"] / 1e6, event["name"].removeprefix(_MARK)) for event in events if _is_mark(event)]
-    found.sort(key=lambda mark: mark[0])
-    begin = found[0][0]
-    times = [at - begin for at, _ in found] if clock is None else clock
-    marks = list(zip(times, (name for _, name in found), strict=True))
-    seconds = times[-1]
+    calls = sorted((event for event in events if _is_mark(event)), key=lambda call: float(call["ts"]))
+    works = _kernels_of_marks(events, calls, thread) if on_gpu else calls
+    marking = {id(work) for work in works}
+    begin = works[0]["ts"] / 1e6
+    marks = [
+        (work["ts"] / 1e6 - begin, call["name"].removeprefix(_MARK)) for work, call in zip(works, calls, strict=True)
+    ]
+    seconds = marks[-1][0]
     steps = [(int(name.removeprefix("step ")), at) for at, name in marks if name.startswith("step ")]
     phases = [
         Span(at, until, name)
         for (at, name), (until, _) in zip(marks, [*marks[1:], marks[-1]], strict=True)
         if name in PHASE_COLORS and until > at
     ]
-    on_gpu = clock is not None
     rows: dict[str, list[Span]] = {row: [] for row in COLORS}
     # For a CPU, operators of the training thread, and its spans of other rows, which may be inside an operator.
     operators: list[Span] = []
@@ -117,7 +125,7 @@ def read_timeline(
         name, nbytes = name_and_bytes(event["name"])
         nbytes = event.get("args", {}).get("bytes", nbytes) if event.get("cat") == "gpu_memcpy" else nbytes
         work = Span(max(0.0, start), min(seconds, start + long), name)
-        if work.end <= work.start or _is_mark(event):
+        if work.end <= work.start or id(event) in marking:
             continue
         work = work._replace(nbytes=round(nbytes * (work.end - work.start) / long))  # the part in the timeline
         on_training_thread = event.get("tid") == thread
@@ -204,7 +212,32 @@ def _may_block(call: str) -> bool:
 
 
 def _is_mark(event: dict[str, Any]) -> bool:
-    return str(event["name"]).startswith(_MARK)
+    """Returns whether an event is a mark on the host: the profiler also has the mark's name for its kernel."""
+    return str(event["name"]).startswith(_MARK) and event.get("cat") != "gpu_user_annotation"
+
+
+def _kernels_of_marks(
+    events: Iterable[dict[str, Any]], calls: Sequence[dict[str, Any]], thread: int
+) -> list[dict[str, Any]]:
+    """Returns the kernel that each mark has launched: the kernel has the id of an operator within the mark."""
+    kernels = {
+        event["args"]["External id"]: event
+        for event in events
+        if event.get("cat") in ("kernel", "gpu_memset") and "External id" in event.get("args", {})
+    }
+    starts = [call["ts"] for call in calls]
+    found: dict[int, dict[str, Any]] = {}
+    for event in events:
+        if event.get("cat") != "cpu_op" or event["tid"] != thread:
+            continue
+        kernel = kernels.get(event.get("args", {}).get("External id"))
+        number = bisect_right(starts, event["ts"]) - 1
+        if kernel is not None and number >= 0 and event["ts"] <= starts[number] + calls[number]["dur"]:
+            found[number] = kernel
+    for number, call in enumerate(calls):
+        if number not in found:
+            raise ValueError(f"the profiler has recorded no kernel of {call['name']!r}")
+    return [found[number] for number in range(len(calls))]
 
 
 def _row_of(category: str | None, name: str, *, on_gpu: bool, on_training_thread: bool) -> str | None:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ssd import ActivationOffload, MicroBatchSwitch, OffloadMonitor, PrefetchScheduler
 from lightning_ssd.callbacks.find import find_offloader
+from tests.support import forks
 from tests.support.compare import assert_same
 from tests.support.trainings import (  # noqa: F401
     SmallModel,
@@ -21,8 +22,8 @@ from tests.support.trainings import (  # noqa: F401
     make_trainer,
     nothing_left,
     package_threads,
-    run_script,
     scratch_directories,
+    script_environment,
     small_arguments,
     small_model,
 )
@@ -225,7 +226,7 @@ def test_two_processes_train_on_one_path_under_ddp_and_fsdp(tmp_path: Path) -> N
     """
     script = tmp_path / "script.py"
     script.write_text(_DISTRIBUTED.format(root=str(tmp_path), arguments=small_arguments()))
-    done = run_script(script)
+    done = forks.run([script], env=script_environment(), timeout=120)
     assert done.returncode == 0, done.stderr[-5000:]
     passed = {path.name for path in tmp_path.glob("*-rank*")}
     assert passed == {f"{name}-rank{rank}" for name in ("ddp", "fsdp") for rank in (0, 1)}

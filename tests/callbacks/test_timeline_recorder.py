@@ -272,7 +272,23 @@ def event(name: str, start: float, end: float, category: str = "cpu_op", tid: in
 
 
 def marks(**times: float) -> list[dict[str, Any]]:
-    return [event(f"lightning_ssd mark {name.replace('_', ' ')}", at, at + 1e-9) for name, at in times.items()]
+    return [
+        event(f"lightning_ssd mark {name.replace('_', ' ')}", at, at + 1e-9, "user_annotation")
+        for name, at in times.items()
+    ]
+
+
+def marks_of_gpu(**times: tuple[float, float]) -> list[dict[str, Any]]:
+    """Marks whose kernels begin later than the host launches them. Times are those of the host and of the GPU."""
+    found = marks(**{name: host for name, (host, _) in times.items()})
+    for number, (name, (host, gpu)) in enumerate(times.items()):
+        args = {"args": {"External id": 1000 + number, "correlation": 1000 + number}}
+        found += [
+            event("aten::fill_", host, host + 1e-9) | args,
+            event("fill", gpu, gpu + 1e-9, "kernel", tid=7) | args,
+            event(f"lightning_ssd mark {name}", gpu, gpu + 1e-9, "gpu_user_annotation", tid=7),
+        ]
+    return found
 
 
 def spans_of(timeline: Timeline) -> dict[str, list[tuple[float, float, str]]]:
@@ -296,7 +312,7 @@ def test_an_operator_is_compute_but_for_copies_and_waits_within() -> None:
         event("aten::log", 20.5, 20.6),
     ]
     boundaries = marks(start=10, step_7=10, forward=10, backward=16, optimizer=19, between=20, end=21)
-    timeline = read_timeline(events + boundaries, 1, "CPU", None)
+    timeline = read_timeline(events + boundaries, 1, "CPU", on_gpu=False)
     assert timeline.seconds == pytest.approx(11) and timeline.steps == [(7, 0)]
     assert [(phase.label, phase.start, phase.end) for phase in timeline.phases] == [
         ("forward", 0, pytest.approx(6)),
@@ -322,7 +338,9 @@ def test_transfers_have_the_bytes_of_their_part_in_the_timeline(tmp_path: Path, 
         copies = [event("copy in, 500 bytes", 10, 12), event("copy out, 400 bytes", 20, 24, tid=2)]
     drives = [event("ssd write, 700 bytes", 8, 15, tid=3), event("ssd read, 9 bytes", 11, 12, tid=3)]
     boundaries = marks(start=10, step_7=10, forward=10, end=21)
-    timeline = read_timeline(copies + drives + boundaries, 1, "device", [0.0, 0.0, 0.0, 11.0] if on_gpu else None)
+    if on_gpu:
+        boundaries = marks_of_gpu(start=(9, 10), step_7=(9.1, 10), forward=(9.2, 10), end=(9.3, 21))
+    timeline = read_timeline(copies + drives + boundaries, 1, "device", on_gpu=on_gpu)
     timeline.save_trace(tmp_path / "trace.json")
     found = json.loads((tmp_path / "trace.json").read_text())
     assert found["otherData"]["seconds"] == pytest.approx(11)
@@ -353,8 +371,9 @@ def test_of_a_gpu_the_kernels_are_compute_and_phases_are_on_its_clock() -> None:
         event("ssd read", 15, 16, tid=4),
         event("ssd write", 16, 18, tid=4),
     ]
-    boundaries = marks(start=10, step_0=10, forward=10, backward=10.5, end=18)
-    timeline = read_timeline(events + boundaries, 1, "H100", [0, 0, 0, 4, 8])
+    # Another process has the GPU when the host begins, so that all marks are late.
+    boundaries = marks_of_gpu(start=(6, 10), step_0=(6.1, 10), forward=(6.2, 10), backward=(6.3, 14), end=(6.4, 18))
+    timeline = read_timeline(events + boundaries, 1, "H100", on_gpu=True)
     assert [(phase.label, phase.start, phase.end) for phase in timeline.phases] == [
         ("forward", 0, 4),
         ("backward", 4, 8),
@@ -396,8 +415,8 @@ def test_a_wait_of_a_gpu_is_named_after_what_the_next_kernel_waits_for() -> None
         event("cudaLaunchKernel", 19, 20, "cuda_runtime"),
         event("of a graph", 20, 21, "kernel", 7),
     ]
-    boundaries = marks(start=10, step_0=10, forward=10, backward=16, end=22)
-    timeline = read_timeline(events + boundaries, 1, "H100", [0, 0, 0, 6, 12])
+    boundaries = marks_of_gpu(start=(10, 10), step_0=(10.1, 10), forward=(10.2, 10), backward=(15, 16), end=(21, 22))
+    timeline = read_timeline(events + boundaries, 1, "H100", on_gpu=True)
     assert spans_of(timeline)["waiting"] == [
         (0, 0.5, "host"),
         (1, 3, "cudaStreamSynchronize"),
@@ -431,7 +450,8 @@ def test_waits_of_a_gpu_fill_the_time_without_kernels(
         events += launch("kernel", number, (begin, begin + 0.5), (start, start + long), thread)
     events += [event("wait for weights", start, start + long, tid=thread) for start, long, thread in blocked]
     events += [event("Memcpy HtoD", start, start + long, "gpu_memcpy", 9) for start, long, _ in copies]
-    timeline = read_timeline(events + marks(start=0, step_0=0, forward=0, end=50), 1, "H100", [0, 0, 0, 50])
+    boundaries = marks_of_gpu(start=(0, 0), step_0=(0.1, 0), forward=(0.2, 0), end=(50, 50))
+    timeline = read_timeline(events + boundaries, 1, "H100", on_gpu=True)
     waiting = seconds_by_label(timeline, "waiting")
     assert sum(waiting.values()) == pytest.approx(50 * (1 - timeline.busy_share("compute")))
     assert timeline.busy_share("waiting") == pytest.approx(1 - timeline.busy_share("compute"))

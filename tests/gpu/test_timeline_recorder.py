@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_ssd import SSDOffloadStrategy, TimelineRecorder
+from lightning_ssd.timeline import TimelineProfile
 from tests.support.compare import assert_same
 from tests.support.parity import TinyGPT, train
 from tests.support.traces import labels, spans
@@ -44,3 +46,30 @@ def test_records_every_resource_and_does_not_change_results(
     assert 0 < len(forward) < len(kernels) / 2  # of two steps
     assert all(one["args"]["bytes"] > 0 for row in COPIES for one in rows[row] if "Memcpy" in one["name"])
     assert (tmp_path / "timeline.png").exists()
+
+
+def test_kernels_lie_in_their_phases_on_a_late_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other processes that share the GPU delay its first work. Here, a long kernel does."""
+    device, values = torch.device("cuda", torch.cuda.current_device()), torch.ones(1024, device="cuda")
+    profile, synchronize = TimelineProfile(device), torch.cuda.synchronize
+
+    def synchronize_then_delay(device: torch.device) -> None:
+        synchronize(device)
+        torch.cuda._sleep(100_000_000)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize_then_delay)
+    profile.start()
+    monkeypatch.undo()
+    for phase, operator in (("forward", torch.cos), ("backward", torch.exp), ("optimizer", torch.tanh)):
+        profile.mark(phase)
+        operator(values)
+    profile.mark("end")
+    profile.stop()
+    timeline = profile.timeline(tmp_path)
+    assert [phase.label for phase in timeline.phases] == ["forward", "backward", "optimizer"]
+    (cos, exp, tanh), phases = timeline.rows["compute"], timeline.phases
+    assert "cos" in cos.label and "exp" in exp.label and "tanh" in tanh.label
+    assert all(
+        phase.start <= kernel.start and kernel.end <= phase.end
+        for kernel, phase in zip((cos, exp, tanh), phases, strict=True)
+    )

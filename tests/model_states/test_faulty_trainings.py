@@ -5,8 +5,6 @@ import errno
 import itertools
 import random
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -19,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_ssd.model_states.gradients.grad_scale import GradScaleDecision
 from lightning_ssd.storage import StorageError
+from tests.support import forks
 from tests.support.device_steps import Shared
 from tests.support.endings import Keep, equal, weights
 from tests.support.faults import FailingAtBackend
@@ -253,8 +252,6 @@ def test_kills_at_any_call(tmp_path: Path, seed: int, kills: int) -> None:
     module, call = "tests.support.faulty_trainings", f"kill(Path({str(tmp_path)!r}), {seed}, {kills})"
     quick = "from tests.support.measurements import measure_few_bytes\nmeasure_few_bytes()"
     script = f"from pathlib import Path\nfrom {module} import kill\n{quick}\n{call}\n"
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=script_environment(), capture_output=True, text=True, timeout=280
-    )
+    done = forks.run(["-c", script], env=script_environment(), timeout=280)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "killed" in done.stdout.split()

@@ -17,10 +17,11 @@ from lightning_ssd.planning import HardwareProfile
 from lightning_ssd.profiling.lifetimes import LifetimeRecorder
 from lightning_ssd.profiling.tracing import fake_tensors, trace
 from lightning_ssd.replay import PHASES, LifetimeProfile
+from tests.support import forks
 from tests.support.models import Model
 from tests.support.parity import SharedStorages, TinyGPT
 from tests.support.plans import MACHINE
-from tests.support.trainings import run_script, train
+from tests.support.trainings import script_environment, train
 
 TOKENS = torch.randint(32, (4, 9), generator=torch.Generator().manual_seed(0))
 TEXTS = torch.randn(2, 16, generator=torch.Generator().manual_seed(0))
@@ -189,7 +190,7 @@ def test_collectives_of_two_processes_are_uses(tmp_path: Path) -> None:
     """Under FSDP2, weights, gradients and optimizer states have the bytes of their shard."""
     script = tmp_path / "script.py"
     script.write_text(_DISTRIBUTED.format(root=str(tmp_path)))
-    done = run_script(script)
+    done = forks.run([script], env=script_environment(), timeout=120)
     assert done.returncode == 0, done.stderr[-5000:]
     replicated, sharded = (LifetimeProfile.from_json(tmp_path / f"{name}.json") for name in ("ddp", "fsdp"))
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ssd import SSDOffloadStrategy
+from tests.support.measurements import measure_few_bytes
 
 WIDTH, HALF, STEPS = 32, 2, 4
 CHECKPOINT = f"step={HALF}.ckpt"
@@ -114,4 +115,5 @@ def main(root: Path) -> None:
 
 
 if __name__ == "__main__":
+    measure_few_bytes()
     main(Path(sys.argv[1]))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ssd import SSDOffloadStrategy
+from tests.support.measurements import measure_few_bytes
 
 WIDTH = 32
 
@@ -242,6 +243,7 @@ ENDS_ON_HOSTS = {
 """Trainings of two hosts, the second of which ends."""
 
 if __name__ == "__main__":
+    measure_few_bytes()
     dist.init_process_group("gloo")
     if sys.argv[1:]:
         (ENDS[sys.argv[1]][0] if DEVICES > 1 else ENDS_ON_HOSTS[sys.argv[1]])()

@@ -3,13 +3,11 @@
 import contextlib
 import os
 import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.support import forks
+from tests.support.forks import ROOT
 
 
 def launch(
@@ -23,24 +21,28 @@ def launch(
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
-    started = []
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as kill:  # a killed rank leaves scratch files
-        for rank in range(size):
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())  # a killed rank leaves scratch files
+        outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(size)]
+        started = []
+        for rank, output in enumerate(outputs):
             own = {
                 "RANK": rank, "LOCAL_RANK": rank % (size // hosts), "WORLD_SIZE": size,
                 "LOCAL_WORLD_SIZE": size // hosts, "GROUP_RANK": rank // (size // hosts),
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test", "OMP_NUM_THREADS": 1,
-                "PYTHONPATH": ROOT,
             }  # fmt: skip
-            process = subprocess.Popen(
-                [sys.executable, str(ROOT / "tests/ranks" / script), *arguments],
+            process = forks.start(
+                [ROOT / "tests/ranks" / script, *arguments],
                 env={**os.environ, **{name: str(value) for name, value in own.items()}},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
+                stdout=output,
+                stderr=output,
                 cwd=folder,
             )
-            kill.callback(process.kill)
+            stack.callback(process.kill)
             started.append(process)
-        outputs = [one.communicate(timeout=timeout)[0] for one in started]
-    return [(one.returncode, output) for one, output in zip(started, outputs, strict=True)]
+        results = []
+        for process, output in zip(started, outputs, strict=True):
+            status = process.wait(timeout)
+            output.seek(0)
+            results.append((status, output.read()))
+    return results

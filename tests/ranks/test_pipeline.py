@@ -1,21 +1,19 @@
 """Two processes train the stages of a pipeline with offloaded activations; one launch for all cases but failures."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.pages import ROOT
+from tests.support import forks
 from tests.support.pipeline import CASES
 from tests.support.trainings import scratch_directories, script_environment
 
 
 def run(root: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     """Runs the program of the first process, which launches the second one, to the end of both."""
-    command = [sys.executable, "-m", "tests.support.pipeline", str(root), *arguments]
-    environment = script_environment()
-    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=240)
+    command = ["-m", "tests.support.pipeline", root, *arguments]
+    return forks.run(command, env=script_environment(), timeout=240)
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.model_states import LazyTensor
 from lightning_ssd.model_states.placement import RankStates
 from tests.ranks.hand_over import torn_hand_overs
+from tests.support.measurements import measure_few_bytes
 from tests.support.meter import Meter, use
 
 WIDTH, STEPS = 32, 4
@@ -480,6 +481,7 @@ def differences(case: Case) -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    measure_few_bytes()
     dist.init_process_group("gloo")
     for name in sys.argv[1:]:
         found = list(torn() if name == "hand-overs" else differences(CASES[name]))

@@ -2,13 +2,13 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from lightning_ssd import cli
 from lightning_ssd.recipes.models.tiny_llama import cached_tiny_llama
+from tests.support import forks
 from tests.support.recipes import RECIPES, no_arguments  # noqa: F401
 
 QUICK = ["--trainer.max_steps=1", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
@@ -121,7 +121,7 @@ PACKAGES = {"TensorBoardLogger": ("tensorboard", "tensorboardX"), "WandbLogger":
 def run_with_logger(logger: str, *, blocked: tuple[str, ...]) -> "subprocess.CompletedProcess[str]":
     script = LOGGERS.format(logger=logger, blocked=blocked, recipe=str(RECIPES / "gpt.yaml"))
     environment = os.environ | {"WANDB_MODE": "offline"}
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200, env=environment)
+    return forks.run(["-c", script], env=environment, cwd=Path.cwd(), timeout=200)
 
 
 @pytest.mark.thorough

@@ -2,8 +2,6 @@
 
 import os
 import random
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +19,7 @@ from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.model_states.journal.plain_data import DamagedError, from_bytes
 from lightning_ssd.recipes.data.loader import ResumableDataLoader
 from lightning_ssd.storage import StorageError
+from tests.support import forks
 from tests.support.device_steps import Shared
 from tests.support.direct import DirectBackend
 from tests.support.faults import FaultyBackend
@@ -44,8 +43,7 @@ def fit_with_failures(path: Path, batches: tuple[int, ...] = (5, 24), **argument
 )
 def test_killed_at_many_moments(tmp_path: Path, kills: int, processor: str) -> None:
     """Killed by SIGKILL, at any time and within a write: the result equals an uninterrupted training, bit for bit."""
-    command = [sys.executable, "-m", "tests.support.killed", str(tmp_path), str(kills), processor]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    run = forks.run(["-m", "tests.support.killed", tmp_path, str(kills), processor], timeout=600)
     assert run.returncode == 0, run.stderr[-2000:]
     assert f"{kills} kills" in run.stdout
     assert "resuming after step" in run.stderr

@@ -3,8 +3,6 @@
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,6 +18,7 @@ from lightning_ssd.model_states.journal.plain_data import encode
 from lightning_ssd.model_states.journal.run_fingerprint import RunFingerprint
 from lightning_ssd.model_states.placement.state_storage import KilledRun
 from lightning_ssd.storage import BlobStore, StorageError
+from tests.support import forks
 from tests.support.killed import KEPT, FailAt, Failure, fit, outcome, recovering, same
 from tests.support.states import assert_nothing_is_left
 from tests.support.trainings import script_environment
@@ -262,7 +261,5 @@ def test_a_kill_at_any_moment_asks_for_no_other_paths(
     call = f"check_kills(Path({str(tmp_path / 'kept')!r}), {before!r}, {start_over}, {every})"
     quick = "from tests.support.measurements import measure_few_bytes\nmeasure_few_bytes()"
     script = f"from pathlib import Path\nfrom {__name__} import check_kills\n{quick}\n{call}\nprint('whole')\n"
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=script_environment(), capture_output=True, text=True, timeout=250
-    )
+    done = forks.run(["-c", script], env=script_environment(), timeout=250)
     assert done.stdout.splitlines()[-1:] == ["whole"], done.stderr

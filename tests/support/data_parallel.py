@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from lightning_ssd import SSDOffloadStrategy
 from tests.support.compare import assert_same
+from tests.support.measurements import measure_few_bytes
 from tests.support.models import Block, BlocksModel
 from tests.support.plans import BOTH, draw, pinned, planner
 from tests.support.plans import Watch as PlanWatch
@@ -358,4 +359,5 @@ def main(root: Path, devices: str = "2", num_nodes: str = "1", *names: str) -> N
 
 
 if __name__ == "__main__":
+    measure_few_bytes()
     main(Path(sys.argv[1]), *sys.argv[2:])

@@ -22,6 +22,7 @@ from lightning_ssd import ActivationOffload, PrefetchScheduler, follow_stages
 from lightning_ssd.callbacks.find import find_offloader
 from tests.support.compare import assert_same
 from tests.support.faults import Move, Operation, WrappingBackend
+from tests.support.measurements import measure_few_bytes
 from tests.support.offloader import wait_for_writes
 from tests.support.trainings import ROWS, WIDTH, Look, batches, make_trainer, scratch_directories, small_arguments
 
@@ -230,4 +231,5 @@ def main(root: Path, *names: str) -> None:
 
 
 if __name__ == "__main__":
+    measure_few_bytes()
     main(Path(sys.argv[1]), *sys.argv[2:])

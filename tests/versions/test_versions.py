@@ -1,4 +1,4 @@
-"""What must hold with each version of Python, torch and Lightning: `.ci/versions` runs this folder with several.
+"""What must hold with each version of Python, torch and Lightning: `.ci/versions` runs all of this with several.
 
 Trainings of each placement of model states equal plain Lightning's bit for bit, eager and compiled, and resume from
 checkpoints.
@@ -25,7 +25,7 @@ from tests.support.trainings import offloading
 
 ROOT = Path(__file__).parents[2]
 
-PLACES = ("gpu", "host", "ssd")
+PLACES = ("ssd", "host", "gpu")
 
 
 def strategy(states: str, **arguments: Any) -> SSDOffloadStrategy:
@@ -33,6 +33,7 @@ def strategy(states: str, **arguments: Any) -> SSDOffloadStrategy:
     return offloading(**{"states": states, "min_bytes": 1, "ssd_capacity": "8MiB"} | arguments)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("states", PLACES)
 def test_trainings_equal_plain_ones(tmp_path: Path, states: str, precision: str) -> None:
@@ -42,6 +43,7 @@ def test_trainings_equal_plain_ones(tmp_path: Path, states: str, precision: str)
     assert_same(train(tmp_path, strategy(states), Model(), **arguments), train(tmp_path, "auto", Model(), **arguments))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("states", PLACES)
 def test_trainings_resume_from_checkpoints(tmp_path: Path, states: str) -> None:
     def resumed(kind: Any) -> Any:
@@ -54,6 +56,7 @@ def test_trainings_resume_from_checkpoints(tmp_path: Path, states: str) -> None:
     assert_same(resumed(states), resumed(None))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("states", PLACES)
 def test_compiled_trainings_equal_plain_ones(
@@ -101,6 +104,7 @@ def test_this_torch_has_each_private_interface(name: str) -> None:
     assert getattr(internals, name) is not None
 
 
+@pytest.mark.thorough
 def test_imports_look_up_no_private_interface_of_torch() -> None:
     """So a torch without one of them imports the package: all but the base class of dispatch modes, and no other."""
     modules = sorted(
