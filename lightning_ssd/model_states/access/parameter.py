@@ -649,6 +649,8 @@ def recomputed_with(arguments: Any) -> Any:
     detach those that require a gradient, and keep others as they are. A view keeps the memory, which a parameter loses
     when it is evicted for the next unit that is recomputed.
     """
+    if all([tensor.requires_grad for tensor in offloaded_in(arguments).values()]):  # most operators: none is frozen
+        return arguments
     return map_tensors(_recomputed, arguments)
 
 

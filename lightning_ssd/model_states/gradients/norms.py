@@ -15,11 +15,15 @@ from lightning_ssd.waits import wait_for
 class GradientNorms:
     """Measures the norm of each offloaded gradient once, before it is unscaled: as it arrives, or as it is summed.
 
+    Gradients that arrive are measured in groups: the host takes 0.1 ms to launch the kernels of one norm, and a model
+    has hundreds of parameters, most of them small.
+
     Threads: the training thread, or autograd's while that waits; `measure_summed` runs on the worker's thread.
 
     Ownership: a norm is a one-element tensor, on the device for a gradient that was copied, on the host for a summed
     one. The norms of a flat parameter belong to its next step. A job that sums gradients writes to the mapping of the
-    step that it was submitted for, which the step reads after `Gradient.summed`.
+    step that it was submitted for, which the step reads after `Gradient.summed`. `_waiting` keeps the device memory of
+    its gradients, which are read alone: by their copies to the host, and by the kernels of their norms.
 
     Args:
         gradients: the gradient of each flat parameter that is stepped.
@@ -27,6 +31,9 @@ class GradientNorms:
         device: device of the model's computation.
         copied: returns when the gradients of a flat parameter that have arrived are in host memory.
     """
+
+    GROUP_BYTES = 64 * 2**20
+    """Bytes of gradients on the device that are measured at once."""
 
     def __init__(
         self,
@@ -40,9 +47,12 @@ class GradientNorms:
         self._device = device
         self._copied = copied
         self._norms: dict[FlatParameter, dict[nn.Parameter, Tensor]] = {flat: {} for flat in gradients}
+        self._waiting: list[tuple[FlatParameter, nn.Parameter, Tensor]] = []
+        """Gradients on the device whose norms are not computed yet."""
+        self._waiting_bytes = 0
 
     def measure(self, flat: FlatParameter, parameter: nn.Parameter, grad: Tensor, *, check_finite: bool) -> None:
-        """Computes the norm of a new gradient, or whether it is finite, on the device, for the scale decision.
+        """Has the norm of a new gradient computed, or whether it is finite, on the device, for the scale decision.
 
         Args:
             flat: flat parameter of the parameter.
@@ -55,16 +65,31 @@ class GradientNorms:
         gradient = self._gradients[flat]
         # Several ranks clip by the norm of their mean gradient, which is not known yet.
         if self._decision.needs_norm and not gradient.accumulating and not gradient.is_shared:
-            self._norms[flat][parameter] = internals.foreach_norm([grad.float()])[0]
+            if self._waiting and grad.dtype != self._waiting[0][2].dtype:
+                self._measure_waiting()
+            self._waiting.append((flat, parameter, grad.detach()))
+            self._waiting_bytes += grad.nbytes
+            if self._waiting_bytes >= self.GROUP_BYTES:
+                self._measure_waiting()
+
+    def _measure_waiting(self) -> None:
+        """Computes the norms of the gradients that wait: each has the bits that it has alone."""
+        waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
+        if waiting:
+            norms = _norms_in_fp32([grad for _, _, grad in waiting])
+            for (flat, parameter, _), norm in zip(waiting, norms, strict=True):
+                self._norms[flat][parameter] = norm
 
     def to_sum(self, flat: FlatParameter) -> dict[nn.Parameter, Tensor] | None:
         """Returns the mapping that a job which sums gradients of `flat` measures into; None: norms are not needed."""
+        self._measure_waiting()  # before the norms of sums, which replace them
         return self._norms[flat] if self._decision.needs_norm else None
 
     def remeasure(self, flat: FlatParameter, indices: Sequence[int]) -> None:
         """Measures the norms of gradients again that user code has changed or dropped, or that are used again."""
         if not self._decision.needs_norm:
             return
+        self._measure_waiting()
         gradient, norms = self._gradients[flat], self._norms[flat]
         for index in indices if norms or gradient.accumulating else ():
             norms.pop(flat.param_views[index].parameter, None)
@@ -88,6 +113,7 @@ class GradientNorms:
         that user code has assigned, and may have changed since, and those that arrived before norms were needed are
         measured now: on the device, unless they were summed.
         """
+        self._measure_waiting()
         gradient, norms = self._gradients[flat], self._norms[flat]
         wait_for(gradient.summed, "gradients")
         for index, item in enumerate(flat.param_views):
@@ -105,6 +131,8 @@ class GradientNorms:
     def reset(self, flat: FlatParameter) -> None:
         """Starts the norms of the next step of `flat`."""
         self._norms[flat] = {}
+        if self._waiting:  # the gradients of a backward that has failed
+            self._waiting = [item for item in self._waiting if item[0] is not flat]
 
 
 def measure_summed(gradient: Gradient, flat: FlatParameter, index: int, norms: dict[nn.Parameter, Tensor]) -> None:
@@ -116,3 +144,11 @@ def measure_summed(gradient: Gradient, flat: FlatParameter, index: int, norms: d
 
 def _norm(gradient: Tensor) -> Tensor:
     return internals.foreach_norm([gradient])[0]
+
+
+def _norms_in_fp32(gradients: list[Tensor]) -> list[Tensor]:
+    """Returns the norms of gradients of one dtype, with the bits of those of their values in fp32."""
+    if gradients[0].device.type == "cpu" or gradients[0].itemsize > torch.float32.itemsize:
+        # The CPU's kernel adds numbers of 16 bits in another order. No kernel narrows numbers.
+        gradients = [gradient.float() for gradient in gradients]
+    return internals.foreach_norm(gradients, dtype=torch.float32)

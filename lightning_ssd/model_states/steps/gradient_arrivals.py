@@ -4,7 +4,7 @@ Call by call, on the thread that runs backward unless a line names another one:
 
 1. `GradientArrivals._post_accumulate_grad`: autograd has accumulated the gradient. The hook removes it from the
    parameter. `GradientOffloader.receive` waits until the step before has read the flat parameter's host memory.
-2. `GradientNorms.measure`: its norm, on the device, if the scale decision needs it.
+2. `GradientNorms.measure`: its norm, on the device and with those of others, if the scale decision needs it.
 3. `GradientOffloader.offload`: the copy to host memory. The copy owns that memory until its mark is reached;
    `Gradient.mark` is the mark of the flat parameter's last copy. `CopiesInFlight` owns the device memory until the
    compute stream waits for the mark: when there are more than 256 MiB of such memory, or when backward ends.

@@ -1,5 +1,6 @@
 """The gradient scale of a step, or its error, is copied to the host exactly once."""
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,16 @@ import torch
 from torch import Tensor
 
 from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd import torch_internals as internals
 from lightning_ssd.device import CPUCopyEngine, Mark
 from lightning_ssd.futures import Future
 from lightning_ssd.model_states import build
 from lightning_ssd.model_states.gradients import grad_scale
 from lightning_ssd.model_states.gradients.grad_scale import Clipping, GradScaleDecision
+from lightning_ssd.model_states.gradients.norms import GradientNorms
+from tests.support.compare import assert_same
 from tests.support.models import BlocksModel
-from tests.support.trainings import batches, make_trainer, offloading, small_model
+from tests.support.trainings import batches, fit, make_trainer, offloading, rows, small_model
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.timeout(60)
@@ -194,6 +198,30 @@ def test_norms_of_offloaded_and_resident_gradients_are_clipped_as_torch_does() -
     found = [gradients[0] * scale, parameters[1].grad, gradients[2] * scale]
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True) if other is not None)
     decision.close()
+
+
+@pytest.mark.parametrize(("group", "calls"), [(None, 1), (512, 7)])
+def test_norms_of_small_gradients_are_measured_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: int | None, calls: int
+) -> None:
+    """In each step of six blocks with two matrices of 256 bytes and four vectors; or in groups of 512 bytes."""
+    measured: list[int] = []
+    measure = internals.foreach_norm
+
+    def counted(gradients: list[Tensor], **options: Any) -> list[Tensor]:
+        measured.append(len(gradients))
+        return measure(gradients, **options)
+
+    def make() -> BlocksModel:
+        return BlocksModel(functools.partial(torch.optim.AdamW, lr=1e-2), depth=6)
+
+    expected = fit(tmp_path, "auto", make(), rows(3), gradient_clip_val=0.1)
+    if group is not None:
+        monkeypatch.setattr(GradientNorms, "GROUP_BYTES", group)
+    monkeypatch.setattr(internals, "foreach_norm", counted)
+    found = fit(tmp_path, SSDOffloadStrategy(states="host", min_bytes=1), make(), rows(3), gradient_clip_val=0.1)
+    assert_same(found, expected)
+    assert (len(measured), sum(measured)) == (3 * calls, 3 * 6 * 6)
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan"), None])
