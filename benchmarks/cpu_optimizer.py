@@ -12,6 +12,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -61,9 +62,10 @@ def main() -> None:
     print(f"{torch.get_num_threads()} threads, {numel / 1e6:.0f} M parameters, AdamW; 1e9 parameters/s")
     memory = bandwidth(numel)
     for name, nbytes in FORMATS.items():
-        measured = rate(numel, adam_step(numel, state_format=name))
+        step = adam_step(numel, state_format=name)
+        measured = rate(numel, step)
         moved, share = measured * nbytes, measured * nbytes / memory
-        weights, rest = (rate(numel, adam_step(numel, state_format=name, half=half)) / 1e9 for half in HALVES)
+        weights, rest = (rate(numel, partial(step, half)) / 1e9 for half in HALVES)
         print(
             f"  ours, {name:<16}{measured / 1e9:.2f}   {moved / 1e9:.0f} GB/s, {share:.0%} of {memory / 1e9:.0f}; "
             f"weights alone {weights:.2f}, the rest later {rest:.2f}"

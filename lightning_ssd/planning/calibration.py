@@ -79,7 +79,9 @@ def calibrate_step_rate(
 ) -> HardwareProfile:
     """Returns the machine with the CPU optimizer's measured rate, corrected for concurrent copies.
 
-    Copies that run while the optimizer steps share the bandwidth of host memory with it. Their time is subtracted.
+    Copies that run while the optimizer steps share the bandwidth of host memory with it. Their time is subtracted. The
+    measured jobs of deferred steps are second halves: those that are made in one piece, because the CPU has no time
+    for two halves, are taken for them.
 
     Args:
         model: the profile.
@@ -92,6 +94,8 @@ def calibrate_step_rate(
     stepped = sum(profile.parameters for (_, profile), part in placed if part.steps_on_cpu)
     if not stepped:  # only small tensors of resident units are stepped on the CPU
         return hardware
+    if plan.clip == "deferred":
+        step_rate *= hardware.cpu_rest_later
     seconds = stepped / step_rate
     shared = 0.0
     if hardware.host_memory_bandwidth is not None:

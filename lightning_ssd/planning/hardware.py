@@ -74,6 +74,10 @@ class HardwareProfile:
             slow each other.
         gpu_attention_flops: achieved FLOP/s of the GPU in causal attention, forward and backward together. None:
             attention runs at `gpu_flops`, as it does if that is less.
+        cpu_weights_first: seconds in which the CPU makes the compute weights of a step that is made in two halves /
+            seconds of a whole step. The default is by bytes of exact states that are read and written, with 16-bit
+            weights and gradients.
+        cpu_rest_later: the same of the second half, which makes the rest.
     """
 
     name: str
@@ -94,6 +98,8 @@ class HardwareProfile:
     host_overhead: HostOverhead = HostOverhead()
     host_memory_bandwidth: float | None = None
     gpu_attention_flops: float | None = None
+    cpu_weights_first: float = 16 / 28
+    cpu_rest_later: float = 26 / 28
 
     def __post_init__(self) -> None:
         for field in fields(self):

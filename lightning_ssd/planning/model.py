@@ -103,17 +103,6 @@ class PartProfile:
         """GPU bytes of the part if it is on the GPU."""
         return self.weight_bytes + self.state_bytes_on("gpu") + self.resident_gradient_bytes
 
-    @property
-    def halves(self) -> tuple[float, float]:
-        """Times of the halves of a step in two halves / time of a step in one piece, by bytes read and written.
-
-        Each half reads gradients, master weights and optimizer states. The first one writes the compute weights, the
-        second one the rest.
-        """
-        read = self.gradient_bytes + self.state_bytes_read
-        whole = read + self.weight_bytes + self.state_bytes_written
-        return (read + self.weight_bytes) / max(1, whole), (read + self.state_bytes_written) / max(1, whole)
-
     def state_bytes_on(self, tier: Tier) -> int:
         """Bytes of master weights and optimizer states on a tier."""
         return self.state_bytes_read + (self.resident_extra_bytes if tier == "gpu" else 0)

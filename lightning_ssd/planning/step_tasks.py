@@ -68,6 +68,7 @@ class StepTasks:
         """By unit, the bytes of the weights that are copied to the GPU, and the part that is read from SSDs."""
         self.tasks: list[Task] = []
         self._cpu_step_rate = hardware.cpu_step_rate
+        self._weights_first, self._rest_later = hardware.cpu_weights_first, hardware.cpu_rest_later
         self._gpu_memory_bandwidth = hardware.gpu_memory_bandwidth
         self._compute: Task | None = None
         """The last compute task."""
@@ -291,8 +292,8 @@ class StepTasks:
 
     def _share_in_halves(self) -> float:
         """Returns the largest share of units whose deferred steps, in two halves, do not delay the next backward."""
-        stepped = [profile for parts in self.units for profile, part in parts if part.steps_on_cpu]
-        second_halves = sum(profile.halves[1] * profile.parameters for profile in stepped) / self._cpu_step_rate
+        stepped = sum(profile.parameters for parts in self.units for profile, part in parts if part.steps_on_cpu)
+        second_halves = self._rest_later * stepped / self._cpu_step_rate
         backward = sum(stage.backward + stage.remat_seconds for stage in self.stages)
         # A step is as long as backward and the first halves, and no shorter than all halves.
         return min(1.0, backward / second_halves) if second_halves else 0.0
@@ -382,10 +383,10 @@ class StepTasks:
             waiting = part.gradients == "gpu" and self._waiting_gradients[index] > 0
             done = self._add_device_step(step, profile, read, *after, gradient_waits=waiting)
         elif in_halves:
-            first = self._task(CPU, profile.halves[0] * seconds, step, *after, priority=index)
+            first = self._task(CPU, self._weights_first * seconds, step, *after, priority=index)
             self._updated[index].append(first)
             last = 2 * len(self.units) - index
-            self._second_halves[index].append(self._task(CPU, profile.halves[1] * seconds, step, first, priority=last))
+            self._second_halves[index].append(self._task(CPU, self._rest_later * seconds, step, first, priority=last))
             return
         else:
             done = self._task(CPU, seconds, step, read, *after, priority=index)

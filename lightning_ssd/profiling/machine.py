@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from math import ceil
 from pathlib import Path
 from time import perf_counter
@@ -85,10 +86,13 @@ def measure_machine(
     copies = _Copies(device, copied)
     copy_in, copy_out, both = copies.bandwidths()
     step_rate, slowdown = INFINITE_STEP_RATE, 0.0
+    halves: dict[str, float] = {}
     if state_format is not None:
         run_step = adam_step(stepped, state_format=state_format)
         step_seconds = _seconds(torch.device("cpu"), run_step)
         step_rate = stepped / step_seconds
+        for name, half in (("cpu_weights_first", "weights"), ("cpu_rest_later", "opt_state")):
+            halves[name] = _seconds(torch.device("cpu"), partial(run_step, half)) / step_seconds
         if cuda:
             # Twice as many copies as fit into the time of a step, because copies slow the step down.
             count = ceil(2 * (REPEATS + 1) * step_seconds * max(copy_in, copy_out) / copied)
@@ -113,6 +117,7 @@ def measure_machine(
         # The copy bandwidth at which, by extrapolation, no memory bandwidth would remain for the optimizer.
         host_memory_bandwidth=2 * min(copy_in, copy_out, both) / slowdown if slowdown > 0 else None,
         gpu_attention_flops=attention_flops,
+        **halves,
     )
 
 
@@ -238,10 +243,11 @@ def adam_step(
     state_format: StateFormat = "fp32",
     compiled: bool = True,
     two_versions: bool = False,
-    half: StepHalf = "whole",
     ranks: int = 1,
-) -> Callable[[], None]:
+) -> Callable[..., None]:
     """Returns a function that steps AdamW once on the CPU, from bf16 gradients to bf16 weights.
+
+    The function makes a whole step, or the half that is its argument (`StepHalf`).
 
     Args:
         numel: number of parameters, a multiple of 64.
@@ -249,7 +255,6 @@ def adam_step(
         compiled: whether to use our own kernel instead of torch's.
         two_versions: whether new values are written to a second version, as those of speculative steps are, instead of
             in place.
-        half: half of a step that the function makes.
         ranks: number of gradients, whose mean is the step's if there are several.
     """
     parameter = nn.Parameter(torch.empty(()).expand(numel))
@@ -268,4 +273,8 @@ def adam_step(
     staged.uncommitted = make_version() if two_versions else None
     gradients = [Slab(flat.nbytes, pin=False).tensor.view(torch.bfloat16).fill_(0.01) for _ in range(ranks)]
     gradient = gradients[0] if ranks == 1 else RankMean(gradients, 1.0 / ranks)
-    return lambda: flat_optimizer.step(StepInput(options, gradient, [True], 1.0), staged, half)
+
+    def step(half: StepHalf = "whole") -> None:
+        flat_optimizer.step(StepInput(options, gradient, [True], 1.0), staged, half)
+
+    return step

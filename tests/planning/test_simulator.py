@@ -12,7 +12,6 @@ from lightning_ssd.planning import (
     HostOverhead,
     ModelProfile,
     OperatorProfile,
-    PartProfile,
     Plan,
     UnitPlan,
     UnitProfile,
@@ -305,24 +304,9 @@ def test_the_optimizer_runs_under_backward_and_the_next_forward() -> None:
     # Forward takes 10 s, all jobs take 20 s: the first units wait for their own jobs, not for all.
     assert 30 <= overlapped.step_seconds <= 33
     # Backward takes 20 s, and then the next forward waits for the first parts of all jobs.
-    weights_half, rest_half = model.parts[0][1].halves
-    assert (weights_half, rest_half) == (
-        16 / 28,
-        26 / 28,
-    )  # bf16 weights and gradients, fp32 master weights and moments
+    weights_half, rest_half = machine.cpu_weights_first, machine.cpu_rest_later
     assert 20 + 20 * weights_half <= deferred.step_seconds <= 34
     assert deferred.busy_seconds["cpu"] == pytest.approx(20 * (weights_half + rest_half))
-
-
-@pytest.mark.parametrize(
-    ("states", "halves"),
-    [
-        (12, (16 / 28, 26 / 28)),  # fp32 master weights and moments
-        (4, (8 / 12, 10 / 12)),  # low halves of master weights, and moments of 8 bits
-    ],
-)
-def test_halves_of_jobs_take_as_long_as_the_bytes_of_their_format(states: int, halves: tuple[float, float]) -> None:
-    assert PartProfile("part", 100, 200, 200, 100 * states, 100 * states).halves == pytest.approx(halves)
 
 
 def test_second_parts_of_deferred_jobs_are_made_while_backward_needs_no_gradient_memory() -> None:
@@ -330,7 +314,7 @@ def test_second_parts_of_deferred_jobs_are_made_while_backward_needs_no_gradient
     model = make_model(10, parameters=600)
     machine = replace(FAST, cpu_step_rate=100.0)
     deferred = simulate(model, machine, plan_of(model, "host", "host", "keep", "keep", clip="deferred"))
-    weights_half, rest_half = model.parts[0][1].halves
+    weights_half, rest_half = machine.cpu_weights_first, machine.cpu_rest_later
     share = 20 / (60 * rest_half)
     assert deferred.busy_seconds["cpu"] == pytest.approx(60 * (1 + share * (weights_half + rest_half - 1)), rel=0.03)
     assert deferred.busy_seconds["cpu"] <= deferred.step_seconds * (1 + 1e-9) < 60 + 20

@@ -331,7 +331,7 @@ class OptimizerStep:
             changed = True
         finally:
             self.store.unstage(staged, changed=changed, step=True)
-        if half != "weights":  # the second half transfers about the bytes of a whole step: its rate is comparable
+        if half != "weights":  # of a step in two halves the second one counts, as `calibrate_step_rate` knows
             self.count(self.store.flat.numel_of(given.has_grad), work.seconds)
 
     def _input(self, scale: float) -> StepInput:
