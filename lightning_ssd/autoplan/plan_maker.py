@@ -45,9 +45,9 @@ MIN_MOVE_GAIN = 0.1
 
 MIN_LEAVE_GAIN = 0.25
 """Share of a step that another placement of model states must save if all states are on the GPU now, and there is a
-plan with which they may stay there. It is larger than `MIN_MOVE_GAIN`, because times of states in host memory are
-predicted from a profile without any: a step predicted at 0.158 s took 0.222 s (BERT with 0.94B parameters, H100), and
-staying was predicted at 0.171 s."""
+plan with which they may stay there, or if more saved tensors are freed for it. It is larger than `MIN_MOVE_GAIN`,
+because times of states in host memory are predicted from a profile without any: a step predicted at 0.158 s took
+0.222 s (BERT with 0.94B parameters, H100), and staying was predicted at 0.171 s."""
 
 
 @dataclass(frozen=True)
@@ -207,9 +207,9 @@ class PlanMaker:
 
         A plan of a paper's planner should always be applied, because the paper's rule for activations assumes its
         placement of model states. A holistic plan should be applied if it is faster than the present one by
-        `MIN_MOVE_GAIN` or `MIN_LEAVE_GAIN`, or if the present one does not fit. States move to the device only into
-        memory that saved tensors leave, so that no more units are checkpointed or offloaded than now: their memory
-        would have to be freed by recomputation, whose time is the least certain part of a prediction.
+        `MIN_MOVE_GAIN` or `MIN_LEAVE_GAIN`, or if the present one does not fit. The larger gain is needed for a plan
+        that checkpoints or offloads more units than now to have room for states on the device: the time of
+        recomputation is the least certain part of a prediction.
 
         Args:
             runner: runner with the profiles.
@@ -239,7 +239,5 @@ class PlanMaker:
             return None if same else plan
         if not fits:
             return plan
-        if not resident and plan.num_freeing > present.num_freeing:
-            return None
-        gain = MIN_LEAVE_GAIN if resident else MIN_MOVE_GAIN
+        gain = MIN_LEAVE_GAIN if resident or plan.num_freeing > present.num_freeing else MIN_MOVE_GAIN
         return plan if better.step_seconds <= (1 - gain) * prediction.step_seconds else None
