@@ -3,6 +3,7 @@
     python -m benchmarks.people --out people.json --shapes qwen2.5-1.5b vit-l --caps 24 16
     python -m benchmarks.people --shapes qwen2.5-0.5b --ragged --caps 27      # a new length in each batch
     python -m benchmarks.people --shapes llama-1536 --compiled --caps 22      # every layer compiled
+    python -m benchmarks.people --rows vit-l:default:16 gpt2-xl:checkpoint:24 # these rows: shape, mode and cap of each
     python -m benchmarks.people --gpus 4 --budget 1200                        # four rows at once, none after 20 minutes
     python -m benchmarks.people --report people.json [--draw people.png]      # of earlier results
 
@@ -22,11 +23,12 @@ A row is a training in a process of its own, with random weights and samples, in
 
 `AdamW(parameters)` with default arguments, clipping at 1.0, bf16-mixed, the models' own losses, a DataLoader with two
 workers. A row has: the median step after `--warm-up` steps and after the plan is final; the longest step after that;
-the GPU's peak in these steps; RAM at its most, and at the end (the proportional set size of the process); the first
-step, and the steps and seconds until the plan is final; the seconds of the first `--warm-up` steps; and the loss of a
-fixed step, which is the same in all modes as far as matrix products are. If `--limit` ends a training, its row has
-the measurements up to then. The limit is that of one training, and counts from the start of its process. `--out` is
-written every few seconds; SIGTERM ends all, and prints the table.
+the GPU's peak in these steps, and how often torch freed its cache of GPU memory for an allocation; RAM at its most, and
+at the end (the proportional set size of the process); the first step, and the steps and seconds until the plan is
+final; the seconds of the first `--warm-up` steps; and the loss of a fixed step, which is the same in all modes as far
+as matrix products are. If `--limit` ends a training, its row has the measurements up to then. The limit is that of one
+training, and counts from the start of its process. `--out` is written every few seconds; SIGTERM ends all, and prints
+the table.
 
 The processes are forked from one that has imported torch, Lightning and the models' classes, which takes up to a
 minute. Each row counts a part of the memory that they share with it as its RAM: some hundred MiB less than a program
@@ -190,7 +192,8 @@ SHAPES = {
 def table(runs: Mapping[str, dict[str, Any]]) -> str:
     """Returns the results as a Markdown table."""
     lines = [
-        "| training | step | longest | GPU | RAM, at end | first step | plan final | first steps | loss | outcome |",
+        "| training | step | longest | GPU (retries) | RAM, at end | first step | plan final | first steps | loss "
+        "| outcome |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, run in runs.items():
@@ -201,10 +204,11 @@ def table(runs: Mapping[str, dict[str, Any]]) -> str:
             continue
         # Earlier results have no RAM of the process.
         ram = ", ".join(f"{run[one] / 2**30:.1f}" for one in ("process_ram", "process_ram_at_end") if one in run)
+        retries = f" ({run['retries']})" if "retries" in run else ""
         loss = "" if run["loss"] is None else f"{run['loss']:.4f}"
         lines.append(
             f"| {name} | {run['step']:.3f} s (mean {run['mean']:.3f}) | {run['longest']:.2f} s | "
-            f"{run['peak'] / 2**30:.1f} GiB | {ram and f'{ram} GiB'} | {run['first']:.1f} s | "
+            f"{run['peak'] / 2**30:.1f} GiB{retries} | {ram and f'{ram} GiB'} | {run['first']:.1f} s | "
             f"{run['final']} steps, {run['seconds']:.0f} s | {run['beginning']:.1f} s | {loss} | {run['outcome']} |"
         )
     return "\n".join(lines)
@@ -250,7 +254,8 @@ def draw(runs: Mapping[str, dict[str, Any]], path: Path) -> None:
 def rows(arguments: argparse.Namespace) -> Iterator[tuple[str, Callable[[int], object]]]:
     """Yields the name of each row, and a function that trains it, until `--budget` has passed."""
     end = time.monotonic() + arguments.budget
-    if any(mode.startswith("deepspeed") for mode in arguments.modes):
+    chosen = arguments.rows or list(itertools.product(arguments.shapes, arguments.caps, arguments.modes))
+    if any(mode.startswith("deepspeed") for _, _, mode in chosen):
         # It compiles its optimizer at the first use, which takes a minute, neither timed nor limited here.
         build = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
         run_alone([sys.executable, "-c", build])
@@ -258,9 +263,9 @@ def rows(arguments: argparse.Namespace) -> Iterator[tuple[str, Callable[[int], o
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     from benchmarks.people_training import preload, train
 
-    preload(arguments.shapes, compiled=arguments.compiled)
+    preload(sorted({shape for shape, _, _ in chosen}), compiled=arguments.compiled)
     named = {}
-    for shape, cap, mode in itertools.product(arguments.shapes, arguments.caps, arguments.modes):
+    for shape, cap, mode in chosen:
         kind = " ragged" * arguments.ragged + " compiled" * arguments.compiled
         # "plain" has no cap, and is one row.
         named[f"{shape}{kind} {mode}" + (f" {cap:g} GiB" if mode != "plain" else "")] = shape, mode, cap
@@ -280,6 +285,13 @@ def measure(arguments: argparse.Namespace, runs: dict[str, Any]) -> None:
                 print(table({name: run}).splitlines()[-1], flush=True)
 
 
+def _row(text: str) -> tuple[str, float, str]:
+    shape, mode, cap = text.split(":")
+    if shape not in SHAPES:
+        raise argparse.ArgumentTypeError(f"there is no shape {shape!r}. Choose from {', '.join(SHAPES)}")
+    return shape, float(cap), mode
+
+
 def main(given: Sequence[str] | None = None) -> None:
     """Parses the command line, measures, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -287,6 +299,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="models")
     parser.add_argument("--modes", nargs="+", default=MODES, help="see above")
     parser.add_argument("--caps", nargs="+", type=float, default=[24.0], help="GiB of the GPU that may be used")
+    parser.add_argument("--rows", nargs="+", type=_row, metavar="SHAPE:MODE:CAP", help="rows in place of all products")
     parser.add_argument("--steps", type=int, default=80, help="steps of a training")
     parser.add_argument("--warm-up", type=int, default=30, help="least steps before the measured ones")
     parser.add_argument("--ragged", action="store_true", help="texts of 128 tokens to all, padded to the longest")

@@ -152,6 +152,8 @@ class Probe(pl.Callback):
         self._outcome = "none"
         self._marks: list[Any] = []
         self._loss: Tensor | None = None
+        self._retries: list[int] = []
+        """Allocations that torch has made again after it had freed its cache, as of each measured step's begin."""
         self.final: int | None = None
         self.seconds = 0.0
         self.ram_at_end = 0
@@ -171,6 +173,8 @@ class Probe(pl.Callback):
             self.final, self.seconds = batch_idx, time.monotonic() - self._began
         if self.final is not None and batch_idx == max(self.final, self._warm_up) and torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
+        if self.final is not None and batch_idx >= max(self.final, self._warm_up) and torch.cuda.is_available():
+            self._retries.append(torch.cuda.memory_stats()["num_alloc_retries"])
         auto, planner = find_planners(trainer)
         self._outcome = "plan" if planner is not None else "none" if auto is None else auto.outcome
         if time.monotonic() >= self._told + TOLD_EVERY:
@@ -197,6 +201,7 @@ class Probe(pl.Callback):
             "mean": statistics.fmean(measured),
             "longest": max(measured),
             "peak": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
+            "retries": self._retries[-1] - self._retries[0] if self._retries else 0,
             "first": steps[0],
             "final": final,
             "seconds": self.seconds,
