@@ -57,3 +57,18 @@ def test_states_are_not_moved_to_a_device_without_room_for_saved_tensors(
     assert not simulate(model, machine, present).excess_bytes(machine)
     assert len(found) == searches and bool(present.num_freeing) is not bool(searches)
     assert elsewhere is (found[0] if found else None)
+
+
+@pytest.mark.parametrize(("cpu_step_rate", "moved"), [(1e9, True), (3e9, False)])
+def test_states_move_in_place_of_saved_tensors_if_that_saves_a_quarter_of_a_step(
+    cpu_step_rate: float, moved: bool
+) -> None:
+    """The search finds a plan that checkpoints more units, and saves 40 % of a step, or 24 %."""
+    model = make_model(24, saved=GB, inputs=GB // 10, parameters=GB // 20, forward=0.003)
+    machine = replace(H100, gpu_bytes=32 * GB, cpu_step_rate=cpu_step_rate)
+    fixed = FixedPlacement(("host",) * 24, ("host",) * 24)
+    present, best = make_plan(model, machine, fixed=fixed), make_plan(model, machine)
+    runner: Any = SimpleNamespace(profile=model, hardware=machine, placement=fixed)
+    elsewhere = PlanMaker(PlanOptions(), machine, torch.device("cpu")).make_elsewhere(runner, present)
+    assert best.num_freeing > present.num_freeing
+    assert elsewhere == (best if moved else None)
