@@ -103,15 +103,14 @@ class ModuleState:
             self.tensors = [one for one in tensors.values() if not one.is_inference()]
         self._copies = [container.copy() for container in self._filled]
         self._lengths = [len(container) for container in self._filled]
-        self._present = [one.values() if isinstance(one, dict) else one for one in self._filled]
-        """Views of the present values of dicts, and the other containers themselves."""
+        self._present: list[Any] = []
+        """Views of the present keys and values of dicts, and the other containers themselves."""
+        for one in self._filled:
+            self._present += (one.keys(), one.values()) if isinstance(one, dict) else (one,)
         self._values = list(chain.from_iterable(self._present))
 
     def is_present(self) -> bool:
-        """Returns whether each container has the same elements as then, in the same order, compared by identity.
-
-        An attribute that was only renamed is not noticed.
-        """
+        """Returns whether each container has the same names and elements as then, in the same order, by identity."""
         return (
             not any(self._empty)
             and list(map(len, self._filled)) == self._lengths

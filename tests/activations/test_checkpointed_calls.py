@@ -52,6 +52,7 @@ class Layer(GradientCheckpointingLayer):
         self.seen = Seen()
         self.config = PretrainedConfig()
         self.config.flags = {"scaled": [False]}
+        self.adapters = {"plain": 1.0}
 
     def forward(self, value: Tensor, scale: Any = None, past_key_values: Any = None, **keywords: Any) -> Tensor:
         self.seen.runs += 1
@@ -59,6 +60,7 @@ class Layer(GradientCheckpointingLayer):
         hidden = torch.sigmoid(self.up(value))
         self.seen.made.append(weakref.ref(hidden.untyped_storage()))
         hidden = self.inside(hidden) * 2 if self.config.flags["scaled"][0] else self.inside(hidden)
+        hidden = hidden.tanh() if "tanh" in self.adapters else hidden
         if past_key_values is not None:
             keys, values = past_key_values.update(hidden[None, None], hidden[None, None] * 2, 0)
             hidden = hidden + keys[0, 0, -4:] * values[0, 0, :4] * keys.shape[2]
@@ -613,6 +615,10 @@ def change_the_configuration(model: Layers) -> None:
     model.middle.config.flags["scaled"][0] = True
 
 
+def rename_an_option(model: Layers) -> None:
+    model.middle.adapters["tanh"] = model.middle.adapters.pop("plain")
+
+
 def add_a_hook(model: Layers) -> None:
     model.middle.up.register_forward_hook(lambda module, args, output: output * 2)
 
@@ -626,6 +632,7 @@ def add_a_hook(model: Layers) -> None:
         replace_a_function,
         replace_a_class,
         change_the_configuration,
+        rename_an_option,
         add_a_hook,
     ],
 )
