@@ -91,7 +91,8 @@ class ModuleState:
                 counts, is_tensor = of_user and name not in _OF_TORCH, isinstance(value, Tensor)
                 if counts:
                     kind_of_value = Tensor if is_tensor else type(value)
-                    kind.append((name, kind_of_value, value if isinstance(value, _BY_VALUE) else None))
+                    key = Tensor if isinstance(name, Tensor) else name  # `==` of tensors returns tensors
+                    kind.append((key, kind_of_value, value if isinstance(value, _BY_VALUE) else None))
                 if is_tensor:
                     tensors[id(value)] = value
                 elif type(value) in _CONTAINERS or type(value) is tuple:

@@ -655,6 +655,20 @@ def test_the_second_run_finds_the_state_of_the_first(
     assert [(type(module), dict(vars(module))) for module in model.modules()] == changed
 
 
+def test_elements_may_have_tensors_as_names(offloader: ActivationOffloader) -> None:
+    """The mask of each weight that a user prunes, for example. The weight is replaced later."""
+    model = Layers()
+    model.middle.masks = {model.middle.up.weight: torch.ones(16, 8)}
+    expected = model.run()
+    checkpointed = Checkpointed(offloader, model)
+    for _ in range(2):
+        count_runs(model)
+        assert_same(checkpointed.run(), expected)
+        assert count_runs(model) == [1, 2, 1]
+        model.middle.up.weight = nn.Parameter(model.middle.up.weight.detach().clone())
+        model.middle.masks = {model.middle.up.weight: torch.ones(16, 8)}
+
+
 @pytest.mark.parametrize("wrap", [lambda linear: linear, nn.Sequential])
 def test_a_replaced_module_is_freed(offloader: ActivationOffloader, wrap: Callable[[nn.Module], nn.Module]) -> None:
     """Once a forward has run without it, whether its layer is checkpointed then or not."""
