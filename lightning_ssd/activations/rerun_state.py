@@ -146,9 +146,14 @@ class UnitProof:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._state: ModuleState | None = ModuleState(module)
-        """The last state in which the proof held; `None` after a change, so that replaced weights are freed."""
-        self._kind = self._state.kind
+        self._kind = ModuleState(module).kind
+        self._state: ModuleState | None = None
+        """The last state in which the proof held, which keeps tensors alive that user code has replaced since; `None`:
+        no call needed one yet, or the proof does not hold."""
+
+    def holds(self) -> bool:
+        """Returns whether user code has not changed the module."""
+        return ModuleState(self._module).kind == self._kind
 
     def state(self) -> ModuleState | None:
         """Returns the present state of the module; `None`: it was changed, so that nothing is proved."""
@@ -156,6 +161,10 @@ class UnitProof:
             present = ModuleState(self._module)
             self._state = present if present.kind == self._kind else None
         return self._state
+
+    def forget(self) -> None:
+        """Called when no call needs the state for now: frees the tensors in it that user code has replaced."""
+        self._state = None
 
 
 class RerunState:

@@ -178,6 +178,8 @@ class PlanRunner:
             ValueError: the plan does not match the model.
         """
         self.main, self.rows, self.safe_rows = self.make_row(plan), {}, {}
+        for proof in self.profiler.graph.proofs.values():  # the last plan may have checkpointed more units
+            proof.forget()
         self._place_steps(plan)
         self.follow(self.main)
         self._training.set_window(plan.window_bytes)

@@ -669,14 +669,18 @@ def test_elements_may_have_tensors_as_names(offloader: ActivationOffloader) -> N
         model.middle.masks = {model.middle.up.weight: torch.ones(16, 8)}
 
 
+@pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("wrap", [lambda linear: linear, nn.Sequential])
-def test_a_replaced_module_is_freed(offloader: ActivationOffloader, wrap: Callable[[nn.Module], nn.Module]) -> None:
-    """Once a forward has run without it, whether its layer is checkpointed then or not."""
+def test_a_replaced_module_is_freed(
+    offloader: ActivationOffloader, wrap: Callable[[nn.Module], nn.Module], index: int
+) -> None:
+    """Once a forward has run without it, whether its layer is checkpointed then or not. The first one never is."""
     model = Layers()
+    layer: Any = model.layers[index]
     checkpointed = Checkpointed(offloader, model)
     checkpointed.run()
-    replaced = weakref.ref(model.middle.up.weight)
-    model.middle.up = wrap(nn.Linear(8, 16))
+    replaced = weakref.ref(layer.up.weight)
+    layer.up = wrap(nn.Linear(8, 16))
     checkpointed.run()
     assert replaced() is None
 
