@@ -182,15 +182,19 @@ class RerunState:
         with internals.without_torch_function():  # offloaded weights would answer for their versions
             self._versions = list(map(internals.version_of, state.tensors))
 
-    def check_versions(self) -> None:
-        """Checks that no parameter, buffer or other tensor of the module was changed in place since.
+    def changed(self) -> list[tuple[Tensor, RuntimeError]]:
+        """Returns the parameters, buffers and other tensors of the module that were changed in place since.
 
-        Raises:
-            RuntimeError: one was (PyTorch's message for a saved tensor).
+        Each has PyTorch's error for a saved tensor, for a forward that reads it.
         """
+        found: list[tuple[Tensor, RuntimeError]] = []
         with internals.without_torch_function():
             for tensor, version in zip(self._state.tensors, self._versions, strict=True):
-                check_version(tensor, version, tensor.dtype, tensor.size(), self._remedy)
+                try:
+                    check_version(tensor, version, tensor.dtype, tensor.size(), self._remedy)
+                except RuntimeError as error:
+                    found.append((tensor, error))
+        return found
 
     def _remedy(self) -> str:
         return (

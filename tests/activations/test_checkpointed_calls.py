@@ -968,6 +968,26 @@ def test_a_tensor_of_a_layer_that_is_changed_before_backward(offloader: Activati
     checkpointed.end()
 
 
+@pytest.mark.parametrize("changed", ["after the forward", "in backward"])
+def test_a_statistic_that_the_forward_does_not_read_may_change_before_backward(
+    offloader: ActivationOffloader, changed: str
+) -> None:
+    model = Layers()
+    middle = model.middle
+    middle.register_buffer("statistic", torch.zeros(()))
+
+    def call(value: Tensor) -> Tensor:
+        result = middle(value)
+        if changed == "in backward":
+            result.register_hook(lambda gradient: middle.statistic.copy_(gradient.norm()) and None)
+        else:
+            middle.statistic.add_(1)
+        return result
+
+    model.call = call
+    assert_runs_again(offloader, model)
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_hooks_that_keep_weights_resident_run_around_the_second_run(
     offloader: ActivationOffloader, fails: bool
