@@ -13,7 +13,7 @@ modules nor configurations, are not compared.
 import contextlib
 import random
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from enum import Enum
 from functools import partial
@@ -32,7 +32,7 @@ from lightning_ssd.activations.record import check_version
 KEEP_UNIT = "set `checkpoint: false` in the unit of your plan, or `offload=1.0`, which checkpoints no unit"
 """Remedy for user code that does not allow that units are checkpointed."""
 
-_CONTAINERS = frozenset({dict, list, set, OrderedDict})
+_CONTAINERS = frozenset({dict, list, set, OrderedDict, defaultdict, deque})
 """Types of attributes whose elements are recorded, among them the parameters, buffers and hooks of a module."""
 
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
@@ -131,7 +131,7 @@ class ModuleState:
         for container, before in zip(self._filled, self._copies, strict=True):
             if not _is_same(container, before):
                 container.clear()
-                (container.extend if type(container) is list else container.update)(before)
+                (container.extend if isinstance(container, list | deque) else container.update)(before)
 
 
 class UnitProof:

@@ -5,6 +5,7 @@ import inspect
 import pickle
 import random
 import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -53,6 +54,8 @@ class Layer(GradientCheckpointingLayer):
         self.config = PretrainedConfig()
         self.config.flags = {"scaled": [False]}
         self.adapters = {"plain": 1.0}
+        self.weights = defaultdict(int)
+        self.powers = deque([1.0])
 
     def forward(self, value: Tensor, scale: Any = None, past_key_values: Any = None, **keywords: Any) -> Tensor:
         self.seen.runs += 1
@@ -61,6 +64,7 @@ class Layer(GradientCheckpointingLayer):
         self.seen.made.append(weakref.ref(hidden.untyped_storage()))
         hidden = self.inside(hidden) * 2 if self.config.flags["scaled"][0] else self.inside(hidden)
         hidden = hidden.tanh() if "tanh" in self.adapters else hidden
+        hidden = hidden * 3 if self.weights.get("three") else hidden ** self.powers[-1]
         if past_key_values is not None:
             keys, values = past_key_values.update(hidden[None, None], hidden[None, None] * 2, 0)
             hidden = hidden + keys[0, 0, -4:] * values[0, 0, :4] * keys.shape[2]
@@ -619,6 +623,14 @@ def rename_an_option(model: Layers) -> None:
     model.middle.adapters["tanh"] = model.middle.adapters.pop("plain")
 
 
+def add_an_option_with_default(model: Layers) -> None:
+    model.middle.weights["three"] += 1
+
+
+def append_to_a_queue(model: Layers) -> None:
+    model.middle.powers.append(2.0)
+
+
 def add_a_hook(model: Layers) -> None:
     model.middle.up.register_forward_hook(lambda module, args, output: output * 2)
 
@@ -633,6 +645,8 @@ def add_a_hook(model: Layers) -> None:
         replace_a_class,
         change_the_configuration,
         rename_an_option,
+        add_an_option_with_default,
+        append_to_a_queue,
         add_a_hook,
     ],
 )
