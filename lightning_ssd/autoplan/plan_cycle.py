@@ -298,7 +298,16 @@ class PlanCycle(ProfiledSteps):
 
     def _decide(self, runner: PlanRunner) -> None:
         """Makes a plan and applies it, maybe for other tiers of model states, which are moved."""
-        plan = self._maker.make(runner)
+        try:
+            plan = self._maker.make(runner)
+        except ValueError as error:
+            if not self._num_changes:
+                raise
+            log.warning(
+                "The given plan does not match the units as they were changed, so that another is made: %s", error
+            )
+            self._maker.options = replace(self._maker.options, plan=None)
+            plan = self._maker.make(runner)
         if self._recompilation is not None and self._recompilation.choose(runner, plan):
             return
         owner = self.training.owner

@@ -168,6 +168,28 @@ def test_a_training_whose_units_were_changed_is_profiled_again(tmp_path: Path, r
     assert actual.reruns[4:6] == [0, 3] and actual.reruns[9] == 3 and actual.reruns[-1] > 3
 
 
+def test_a_given_plan_that_no_longer_matches_changed_units_is_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The training has begun, and the same numbers are computed under another plan."""
+    settings = {"max_steps": 16}
+
+    class Changing(Trained):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            if self.trainer.global_step == 5:
+                for block in self.model.transformer.h:
+                    block.mlp.act = nn.ReLU()
+            return super().training_step(batch, batch_idx)
+
+    plan, profile = plan_and_profile(gpt2, tmp_path)
+    expected = train(Changing(gpt2), "auto", path=tmp_path, **settings)
+    chosen = pinned(all_checkpointed(plan, profile))
+    actual = train(Changing(gpt2), SSDOffloadStrategy(**BOTH), chosen, path=tmp_path, **settings)
+    assert_same(actual, expected)
+    assert "does not match the units as they were changed" in caplog.text
+    assert chosen.cycle.plan is not None and chosen.cycle.plan.units.keys() == plan.units.keys()
+
+
 class Copying(pl.Callback):
     """Copies the module and writes it to memory, while a plan is in force."""
 
