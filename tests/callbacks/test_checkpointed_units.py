@@ -190,6 +190,30 @@ def test_a_given_plan_that_no_longer_matches_changed_units_is_replaced(
     assert chosen.cycle.plan is not None and chosen.cycle.plan.units.keys() == plan.units.keys()
 
 
+def test_units_that_were_changed_before_a_plan_that_keeps_all_do_not_matter(tmp_path: Path) -> None:
+    """For one step, the last one under a plan that checkpoints them: the training is not profiled again."""
+
+    class Changing(Trained):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            for block in self.model.transformer.h:
+                block.mlp.dropout.p = 0.25 if self.trainer.global_step == 5 else 0.1
+            return super().training_step(batch, batch_idx)
+
+    class Keeps(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 6:
+                chosen.cycle.runner.apply(keeping)
+            phases.append(chosen.cycle.phase)
+
+    plan, profile = plan_and_profile(gpt2, tmp_path)
+    checkpointing = all_checkpointed(plan, profile)
+    kept = {name: replace(unit, checkpoint=False) for name, unit in checkpointing.units.items()}
+    chosen, keeping = pinned(checkpointing), replace(checkpointing, units=kept)
+    phases: list[str] = []
+    train(Changing(gpt2), SSDOffloadStrategy(**BOTH), chosen, Keeps(), path=tmp_path, max_steps=14)
+    assert set(phases[4:]) == {"idle"}
+
+
 class Copying(pl.Callback):
     """Copies the module and writes it to memory, while a plan is in force."""
 
