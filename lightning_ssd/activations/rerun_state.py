@@ -207,12 +207,12 @@ class RerunState:
         """Restores the state for the length of the context, and afterwards the one before."""
         settings = _read_settings()
         present = self._state if self._state.is_present() else ModuleState(self._module)
-        _change_settings(self._settings)
-        if present is not self._state:
-            self._state.restore()
         try:
+            _change_settings(self._settings)
+            if present is not self._state:
+                self._state.restore()
             yield
-        finally:
+        finally:  # also if the user interrupts it
             _change_settings(settings)
             present.restore()
 

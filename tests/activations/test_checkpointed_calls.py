@@ -669,6 +669,33 @@ def test_the_second_run_finds_the_state_of_the_first(
     assert [(type(module), dict(vars(module))) for module in model.modules()] == changed
 
 
+class Interrupted(nn.Tanh):
+    """A class that the user interrupts when it is replaced."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__class__":
+            raise KeyboardInterrupt
+        super().__setattr__(name, value)
+
+
+def test_an_interrupt_of_the_second_run_leaves_the_present_state(offloader: ActivationOffloader) -> None:
+    model = Layers()
+    checkpointed = Checkpointed(offloader, model)
+    loss = checkpointed.forward()
+    model.middle.drop.__class__ = Interrupted
+    model.middle.eval()
+    changed = [(type(module), dict(vars(module))) for module in model.modules()]
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            model.gradients(loss)
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    checkpointed.end()
+    assert [(type(module), dict(vars(module))) for module in model.modules()] == changed
+
+
 def test_elements_may_have_tensors_as_names(offloader: ActivationOffloader) -> None:
     """The mask of each weight that a user prunes, for example. The weight is replaced later."""
     model = Layers()
