@@ -503,7 +503,9 @@ class PlanCycle(ProfiledSteps):
             "units that the plan checkpoints were changed" if changed else "other parameters are trained than before"
         )
         reason = growth if grown else changes
-        self.training.inform(f"SwapPlanner: {reason}: the training is profiled again.")
+        last = changed and self._num_changes == MAX_CHANGES
+        end = " for the last time. Units that are changed again are not checkpointed" if last else ""
+        self.training.inform(f"SwapPlanner: {reason}: the training is profiled again{end}.")
         runner.stop()
         self.stage, self.recordable = "profile", None
         self.begin(1)

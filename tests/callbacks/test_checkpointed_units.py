@@ -168,6 +168,28 @@ def test_a_training_whose_units_were_changed_is_profiled_again(tmp_path: Path, r
     assert actual.reruns[4:6] == [0, 3] and actual.reruns[9] == 3 and actual.reruns[-1] > 3
 
 
+def test_a_training_that_changes_its_units_in_each_step_says_that_they_are_not_checkpointed(
+    tmp_path: Path, reruns: Calls, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is profiled again only a few times."""
+
+    class Changing(Trained):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            for block in self.model.transformer.h:
+                block.mlp.dropout.p = 0.5 / (1 + self.trainer.global_step)
+            return super().training_step(batch, batch_idx)
+
+    plan, profile = plan_and_profile(gpt2, tmp_path)
+    expected = train(Changing(gpt2), "auto", path=tmp_path, max_steps=40)
+    chosen = pinned(all_checkpointed(plan, profile))
+    reruns.count = 0
+    caplog.set_level("INFO")
+    actual = train(Changing(gpt2), SSDOffloadStrategy(**BOTH), chosen, path=tmp_path, max_steps=40)
+    assert_same(actual, expected)
+    assert not reruns.count and caplog.text.count("the training is profiled again") == 3
+    assert caplog.text.count("Units that are changed again are not checkpointed") == 1
+
+
 def test_a_given_plan_that_no_longer_matches_changed_units_is_replaced(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
