@@ -726,6 +726,19 @@ def test_a_replaced_module_is_freed(
     assert replaced() is None
 
 
+def test_names_of_classes_are_not_recorded(offloader: ActivationOffloader) -> None:
+    """A configuration may have thousands, which would be compared in each forward of a layer."""
+    model = Layers()
+    names: dict[int, Any] = {0: Seen()}
+    model.middle.config.id2label = names
+    checkpointed = Checkpointed(offloader, model)
+    checkpointed.run()
+    name = weakref.ref(names.pop(0))
+    assert name() is None
+    checkpointed.run()
+    assert count_runs(model)[1] == 5
+
+
 def test_the_second_run_changes_no_state(offloader: ActivationOffloader) -> None:
     """A layer with a running mean of its forwards has that of plain training, and reads that of the first run."""
     model = Layers()
