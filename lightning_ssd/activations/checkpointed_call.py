@@ -21,8 +21,10 @@ from torch import Tensor, nn
 
 from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations.compiled_code import calls_are_compiled, run_again
+from lightning_ssd.activations.graph import tensors_of
 from lightning_ssd.activations.rerun_state import KEEP_UNIT, ModuleState, RerunState, class_of_transformers
-from lightning_ssd.activations.unit_dispatch_mode import UnitCall
+from lightning_ssd.activations.unit_dispatch_mode import UnitCall, wraps
+from lightning_ssd.activations.weights import storage_of
 from lightning_ssd.uncopied import ModuleHook, is_users_hook, takes_hooks
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -252,10 +254,41 @@ class CheckpointedCall:
                 "What the model computed then can't be told from that layer's forward, which is checkpointed. "
                 f"Raise a subclass of `Exception`, or {KEEP_UNIT}."
             )
-        self._state.check_versions()
+        changed = self._state.changed()
+        for tensor, error in changed:
+            if isinstance(tensor, nn.Parameter) or not _has_storage(tensor) or calls_are_compiled(self._module):
+                raise error
         args, kwargs = self._arguments.unpack(tensors)
-        with self._state.restored(), _weights_in_use(self._module, args):
+        with self._state.restored(), _weights_in_use(self._module, args), _not_read(changed):
             run_again(self._module, args, kwargs)
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and internals.has_storage(tensor)
+
+
+def _not_read(changed: Sequence[tuple[Tensor, RuntimeError]]) -> contextlib.AbstractContextManager[object]:
+    """Raises the error of a tensor as soon as an operation reads it."""
+    return _NotRead(changed) if changed else contextlib.nullcontext()
+
+
+class _NotRead(internals.TorchDispatchMode):
+    """Most tensors of a module that are changed between its forward and backward are statistics, which none reads."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, changed: Sequence[tuple[Tensor, RuntimeError]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._errors = {internals.storage_key(storage_of(tensor)): error for tensor, error in changed}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if wraps(types):
+            return NotImplemented
+        for tensor in filter(_has_storage, tensors_of((args, kwargs))):
+            error = self._errors.get(internals.storage_key(storage_of(tensor)))
+            if error is not None:
+                raise error
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

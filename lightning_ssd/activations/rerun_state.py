@@ -13,7 +13,7 @@ modules nor configurations, are not compared.
 import contextlib
 import random
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from enum import Enum
 from functools import partial
@@ -32,7 +32,7 @@ from lightning_ssd.activations.record import check_version
 KEEP_UNIT = "set `checkpoint: false` in the unit of your plan, or `offload=1.0`, which checkpoints no unit"
 """Remedy for user code that does not allow that units are checkpointed."""
 
-_CONTAINERS = frozenset({dict, list, set, OrderedDict})
+_CONTAINERS = frozenset({dict, list, set, OrderedDict, defaultdict, deque})
 """Types of attributes whose elements are recorded, among them the parameters, buffers and hooks of a module."""
 
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
@@ -42,6 +42,10 @@ _BY_VALUE = (bool, int, float, complex, str, Enum, torch.dtype, torch.device, ty
 
 _OF_TORCH = frozenset(name for name in vars(nn.Module()) if "hook" in name) | {"_compiled_call_impl"}
 """Attributes of a module that show nothing about its code: the package itself has hooks in most modules."""
+
+_LABELS = frozenset({"id2label", "label2id"})
+"""Attributes of configurations with the names of classes, which no layer reads: a model may have 20 000, and comparing
+them takes 2 ms for each forward of a layer."""
 
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -91,10 +95,11 @@ class ModuleState:
                 counts, is_tensor = of_user and name not in _OF_TORCH, isinstance(value, Tensor)
                 if counts:
                     kind_of_value = Tensor if is_tensor else type(value)
-                    kind.append((name, kind_of_value, value if isinstance(value, _BY_VALUE) else None))
+                    key = Tensor if isinstance(name, Tensor) else name  # `==` of tensors returns tensors
+                    kind.append((key, kind_of_value, value if isinstance(value, _BY_VALUE) else None))
                 if is_tensor:
                     tensors[id(value)] = value
-                elif type(value) in _CONTAINERS or type(value) is tuple:
+                elif (type(value) in _CONTAINERS and name not in _LABELS) or type(value) is tuple:
                     left.append((value, counts))
                 elif configuration is not None and isinstance(value, configuration):
                     left.append((vars(value), counts))
@@ -103,15 +108,14 @@ class ModuleState:
             self.tensors = [one for one in tensors.values() if not one.is_inference()]
         self._copies = [container.copy() for container in self._filled]
         self._lengths = [len(container) for container in self._filled]
-        self._present = [one.values() if isinstance(one, dict) else one for one in self._filled]
-        """Views of the present values of dicts, and the other containers themselves."""
+        self._present: list[Any] = []
+        """Views of the present keys and values of dicts, and the other containers themselves."""
+        for one in self._filled:
+            self._present += (one.keys(), one.values()) if isinstance(one, dict) else (one,)
         self._values = list(chain.from_iterable(self._present))
 
     def is_present(self) -> bool:
-        """Returns whether each container has the same elements as then, in the same order, compared by identity.
-
-        An attribute that was only renamed is not noticed.
-        """
+        """Returns whether each container has the same names and elements as then, in the same order, by identity."""
         return (
             not any(self._empty)
             and list(map(len, self._filled)) == self._lengths
@@ -131,7 +135,7 @@ class ModuleState:
         for container, before in zip(self._filled, self._copies, strict=True):
             if not _is_same(container, before):
                 container.clear()
-                (container.extend if type(container) is list else container.update)(before)
+                (container.extend if isinstance(container, list | deque) else container.update)(before)
 
 
 class UnitProof:
@@ -146,9 +150,14 @@ class UnitProof:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._state: ModuleState | None = ModuleState(module)
-        """The last state in which the proof held; `None` after a change, so that replaced weights are freed."""
-        self._kind = self._state.kind
+        self._kind = ModuleState(module).kind
+        self._state: ModuleState | None = None
+        """The last state in which the proof held, which keeps tensors alive that user code has replaced since; `None`:
+        no call needed one yet, or the proof does not hold."""
+
+    def holds(self) -> bool:
+        """Returns whether user code has not changed the module."""
+        return ModuleState(self._module).kind == self._kind
 
     def state(self) -> ModuleState | None:
         """Returns the present state of the module; `None`: it was changed, so that nothing is proved."""
@@ -156,6 +165,10 @@ class UnitProof:
             present = ModuleState(self._module)
             self._state = present if present.kind == self._kind else None
         return self._state
+
+    def forget(self) -> None:
+        """Called when no call needs the state for now: frees the tensors in it that user code has replaced."""
+        self._state = None
 
 
 class RerunState:
@@ -173,15 +186,19 @@ class RerunState:
         with internals.without_torch_function():  # offloaded weights would answer for their versions
             self._versions = list(map(internals.version_of, state.tensors))
 
-    def check_versions(self) -> None:
-        """Checks that no parameter, buffer or other tensor of the module was changed in place since.
+    def changed(self) -> list[tuple[Tensor, RuntimeError]]:
+        """Returns the parameters, buffers and other tensors of the module that were changed in place since.
 
-        Raises:
-            RuntimeError: one was (PyTorch's message for a saved tensor).
+        Each has PyTorch's error for a saved tensor, for a forward that reads it.
         """
+        found: list[tuple[Tensor, RuntimeError]] = []
         with internals.without_torch_function():
             for tensor, version in zip(self._state.tensors, self._versions, strict=True):
-                check_version(tensor, version, tensor.dtype, tensor.size(), self._remedy)
+                try:
+                    check_version(tensor, version, tensor.dtype, tensor.size(), self._remedy)
+                except RuntimeError as error:
+                    found.append((tensor, error))
+        return found
 
     def _remedy(self) -> str:
         return (
@@ -194,12 +211,12 @@ class RerunState:
         """Restores the state for the length of the context, and afterwards the one before."""
         settings = _read_settings()
         present = self._state if self._state.is_present() else ModuleState(self._module)
-        _change_settings(self._settings)
-        if present is not self._state:
-            self._state.restore()
         try:
+            _change_settings(self._settings)
+            if present is not self._state:
+                self._state.restore()
             yield
-        finally:
+        finally:  # also if the user interrupts it
             _change_settings(settings)
             present.restore()
 

@@ -298,7 +298,16 @@ class PlanCycle(ProfiledSteps):
 
     def _decide(self, runner: PlanRunner) -> None:
         """Makes a plan and applies it, maybe for other tiers of model states, which are moved."""
-        plan = self._maker.make(runner)
+        try:
+            plan = self._maker.make(runner)
+        except ValueError as error:
+            if not self._num_changes:
+                raise
+            log.warning(
+                "The given plan does not match the units as they were changed, so that another is made: %s", error
+            )
+            self._maker.options = replace(self._maker.options, plan=None)
+            plan = self._maker.make(runner)
         if self._recompilation is not None and self._recompilation.choose(runner, plan):
             return
         owner = self.training.owner
@@ -494,7 +503,9 @@ class PlanCycle(ProfiledSteps):
             "units that the plan checkpoints were changed" if changed else "other parameters are trained than before"
         )
         reason = growth if grown else changes
-        self.training.inform(f"SwapPlanner: {reason}: the training is profiled again.")
+        last = changed and self._num_changes == MAX_CHANGES
+        end = " for the last time. Units that are changed again are not checkpointed" if last else ""
+        self.training.inform(f"SwapPlanner: {reason}: the training is profiled again{end}.")
         runner.stop()
         self.stage, self.recordable = "profile", None
         self.begin(1)

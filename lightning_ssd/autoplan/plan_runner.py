@@ -164,8 +164,9 @@ class PlanRunner:
 
     @property
     def units_changed(self) -> bool:
-        """Whether units were not checkpointed in the last forward with a schedule, as user code has changed them."""
-        return self._mode is not None and self._mode.units_changed
+        """Whether units were not checkpointed in the last micro-batch, as user code has changed them."""
+        planned = self.row is not None and self.row.schedule is not None
+        return planned and self._mode is not None and self._mode.units_changed
 
     def apply(self, plan: Plan, warm_up: int = WARMUP_AFTER_CHANGE) -> None:
         """Puts `plan` in force for the next step, and predicts its steps.
@@ -178,6 +179,8 @@ class PlanRunner:
             ValueError: the plan does not match the model.
         """
         self.main, self.rows, self.safe_rows = self.make_row(plan), {}, {}
+        for proof in self.profiler.graph.proofs.values():  # the last plan may have checkpointed more units
+            proof.forget()
         self._place_steps(plan)
         self.follow(self.main)
         self._training.set_window(plan.window_bytes)

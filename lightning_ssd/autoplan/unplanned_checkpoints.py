@@ -142,6 +142,8 @@ class UnplannedCheckpoints(Uncopied):
         for remove in self._removals:
             remove()
         self._removals.clear()
+        for proof in self._proofs.values():
+            proof.forget()
         self._end_trace()
 
     def _hook_units(self) -> None:

@@ -412,7 +412,7 @@ class TraceMode(UnitDispatchMode):
         if before is not None and before != other_random_states():
             self._must_run_once([unit_call])  # another run would draw other numbers
         proof = self.graph.proofs.get(unit_call)
-        if proof is not None and proof.state() is None:
+        if proof is not None and not proof.holds():
             self._must_run_once([unit_call])  # it changes itself, so that no later call is known to be the same
         for storage in _read(list(self._caches.tensors())):
             if (number := self._known(storage)) is not None:

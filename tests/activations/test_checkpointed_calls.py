@@ -5,6 +5,7 @@ import inspect
 import pickle
 import random
 import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -52,6 +53,9 @@ class Layer(GradientCheckpointingLayer):
         self.seen = Seen()
         self.config = PretrainedConfig()
         self.config.flags = {"scaled": [False]}
+        self.adapters = {"plain": 1.0}
+        self.weights = defaultdict(int)
+        self.powers = deque([1.0])
 
     def forward(self, value: Tensor, scale: Any = None, past_key_values: Any = None, **keywords: Any) -> Tensor:
         self.seen.runs += 1
@@ -59,6 +63,8 @@ class Layer(GradientCheckpointingLayer):
         hidden = torch.sigmoid(self.up(value))
         self.seen.made.append(weakref.ref(hidden.untyped_storage()))
         hidden = self.inside(hidden) * 2 if self.config.flags["scaled"][0] else self.inside(hidden)
+        hidden = hidden.tanh() if "tanh" in self.adapters else hidden
+        hidden = hidden * 3 if self.weights.get("three") else hidden ** self.powers[-1]
         if past_key_values is not None:
             keys, values = past_key_values.update(hidden[None, None], hidden[None, None] * 2, 0)
             hidden = hidden + keys[0, 0, -4:] * values[0, 0, :4] * keys.shape[2]
@@ -613,6 +619,18 @@ def change_the_configuration(model: Layers) -> None:
     model.middle.config.flags["scaled"][0] = True
 
 
+def rename_an_option(model: Layers) -> None:
+    model.middle.adapters["tanh"] = model.middle.adapters.pop("plain")
+
+
+def add_an_option_with_default(model: Layers) -> None:
+    model.middle.weights["three"] += 1
+
+
+def append_to_a_queue(model: Layers) -> None:
+    model.middle.powers.append(2.0)
+
+
 def add_a_hook(model: Layers) -> None:
     model.middle.up.register_forward_hook(lambda module, args, output: output * 2)
 
@@ -626,6 +644,9 @@ def add_a_hook(model: Layers) -> None:
         replace_a_function,
         replace_a_class,
         change_the_configuration,
+        rename_an_option,
+        add_an_option_with_default,
+        append_to_a_queue,
         add_a_hook,
     ],
 )
@@ -648,16 +669,74 @@ def test_the_second_run_finds_the_state_of_the_first(
     assert [(type(module), dict(vars(module))) for module in model.modules()] == changed
 
 
-@pytest.mark.parametrize("wrap", [lambda linear: linear, nn.Sequential])
-def test_a_replaced_module_is_freed(offloader: ActivationOffloader, wrap: Callable[[nn.Module], nn.Module]) -> None:
-    """Once a forward has run without it, whether its layer is checkpointed then or not."""
+class Interrupted(nn.Tanh):
+    """A class that the user interrupts when it is replaced."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__class__":
+            raise KeyboardInterrupt
+        super().__setattr__(name, value)
+
+
+def test_an_interrupt_of_the_second_run_leaves_the_present_state(offloader: ActivationOffloader) -> None:
     model = Layers()
     checkpointed = Checkpointed(offloader, model)
+    loss = checkpointed.forward()
+    model.middle.drop.__class__ = Interrupted
+    model.middle.eval()
+    changed = [(type(module), dict(vars(module))) for module in model.modules()]
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            model.gradients(loss)
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    checkpointed.end()
+    assert [(type(module), dict(vars(module))) for module in model.modules()] == changed
+
+
+def test_elements_may_have_tensors_as_names(offloader: ActivationOffloader) -> None:
+    """The mask of each weight that a user prunes, for example. The weight is replaced later."""
+    model = Layers()
+    model.middle.masks = {model.middle.up.weight: torch.ones(16, 8)}
+    expected = model.run()
+    checkpointed = Checkpointed(offloader, model)
+    for _ in range(2):
+        count_runs(model)
+        assert_same(checkpointed.run(), expected)
+        assert count_runs(model) == [1, 2, 1]
+        model.middle.up.weight = nn.Parameter(model.middle.up.weight.detach().clone())
+        model.middle.masks = {model.middle.up.weight: torch.ones(16, 8)}
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("wrap", [lambda linear: linear, nn.Sequential])
+def test_a_replaced_module_is_freed(
+    offloader: ActivationOffloader, wrap: Callable[[nn.Module], nn.Module], index: int
+) -> None:
+    """Once a forward has run without it, whether its layer is checkpointed then or not. The first one never is."""
+    model = Layers()
+    layer: Any = model.layers[index]
+    checkpointed = Checkpointed(offloader, model)
     checkpointed.run()
-    replaced = weakref.ref(model.middle.up.weight)
-    model.middle.up = wrap(nn.Linear(8, 16))
+    replaced = weakref.ref(layer.up.weight)
+    layer.up = wrap(nn.Linear(8, 16))
     checkpointed.run()
     assert replaced() is None
+
+
+def test_names_of_classes_are_not_recorded(offloader: ActivationOffloader) -> None:
+    """A configuration may have thousands, which would be compared in each forward of a layer."""
+    model = Layers()
+    names: dict[int, Any] = {0: Seen()}
+    model.middle.config.id2label = names
+    checkpointed = Checkpointed(offloader, model)
+    checkpointed.run()
+    name = weakref.ref(names.pop(0))
+    assert name() is None
+    checkpointed.run()
+    assert count_runs(model)[1] == 5
 
 
 def test_the_second_run_changes_no_state(offloader: ActivationOffloader) -> None:
@@ -941,6 +1020,26 @@ def test_a_tensor_of_a_layer_that_is_changed_before_backward(offloader: Activati
     with pytest.raises(RuntimeError, match="belongs to Layer, which is checkpointed. Change it after backward"):
         model.gradients(loss)
     checkpointed.end()
+
+
+@pytest.mark.parametrize("changed", ["after the forward", "in backward"])
+def test_a_statistic_that_the_forward_does_not_read_may_change_before_backward(
+    offloader: ActivationOffloader, changed: str
+) -> None:
+    model = Layers()
+    middle = model.middle
+    middle.register_buffer("statistic", torch.zeros(()))
+
+    def call(value: Tensor) -> Tensor:
+        result = middle(value)
+        if changed == "in backward":
+            result.register_hook(lambda gradient: middle.statistic.copy_(gradient.norm()) and None)
+        else:
+            middle.statistic.add_(1)
+        return result
+
+    model.call = call
+    assert_runs_again(offloader, model)
 
 
 @pytest.mark.parametrize("fails", [False, True])

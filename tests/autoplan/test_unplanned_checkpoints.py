@@ -1,5 +1,6 @@
 """Before there is a plan, units whose saved tensors have no room are checkpointed, and the plan is the same."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -438,3 +439,25 @@ def test_no_mode_and_hook_is_left_after_an_interrupt(tmp_path: Path, see: See, m
             fit(model(Stops), [2] * 2, tmp_path, see)
         assert torch._C._len_torch_dispatch_stack() == 0
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_replaced_tensors_are_freed_once_there_is_a_plan(
+    tmp_path: Path, see: See, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first steps have checkpointed the unit that has had the tensor, and the plan does not."""
+    freed: list[bool] = []
+
+    class Replaces(TinyGPT):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            unit = self.model.transformer.h[1]
+            if batch_idx == 6:
+                self.replaced, unit.mask = weakref.ref(unit.mask), torch.ones(16)
+            elif batch_idx == 8:
+                freed.append(self.replaced() is None)
+            return super().training_step(batch, batch_idx)
+
+    use(SHORTER, monkeypatch)
+    training = model(Replaces)
+    training.model.transformer.h[1].mask = torch.ones(16)
+    fit(training, [4] * 9, tmp_path, see)
+    assert see.reruns[1] == 3 and freed == [True]

@@ -168,6 +168,74 @@ def test_a_training_whose_units_were_changed_is_profiled_again(tmp_path: Path, r
     assert actual.reruns[4:6] == [0, 3] and actual.reruns[9] == 3 and actual.reruns[-1] > 3
 
 
+def test_a_training_that_changes_its_units_in_each_step_says_that_they_are_not_checkpointed(
+    tmp_path: Path, reruns: Calls, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is profiled again only a few times."""
+
+    class Changing(Trained):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            for block in self.model.transformer.h:
+                block.mlp.dropout.p = 0.5 / (1 + self.trainer.global_step)
+            return super().training_step(batch, batch_idx)
+
+    plan, profile = plan_and_profile(gpt2, tmp_path)
+    expected = train(Changing(gpt2), "auto", path=tmp_path, max_steps=40)
+    chosen = pinned(all_checkpointed(plan, profile))
+    reruns.count = 0
+    caplog.set_level("INFO")
+    actual = train(Changing(gpt2), SSDOffloadStrategy(**BOTH), chosen, path=tmp_path, max_steps=40)
+    assert_same(actual, expected)
+    assert not reruns.count and caplog.text.count("the training is profiled again") == 3
+    assert caplog.text.count("Units that are changed again are not checkpointed") == 1
+
+
+def test_a_given_plan_that_no_longer_matches_changed_units_is_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The training has begun, and the same numbers are computed under another plan."""
+    settings = {"max_steps": 16}
+
+    class Changing(Trained):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            if self.trainer.global_step == 5:
+                for block in self.model.transformer.h:
+                    block.mlp.act = nn.ReLU()
+            return super().training_step(batch, batch_idx)
+
+    plan, profile = plan_and_profile(gpt2, tmp_path)
+    expected = train(Changing(gpt2), "auto", path=tmp_path, **settings)
+    chosen = pinned(all_checkpointed(plan, profile))
+    actual = train(Changing(gpt2), SSDOffloadStrategy(**BOTH), chosen, path=tmp_path, **settings)
+    assert_same(actual, expected)
+    assert "does not match the units as they were changed" in caplog.text
+    assert chosen.cycle.plan is not None and chosen.cycle.plan.units.keys() == plan.units.keys()
+
+
+def test_units_that_were_changed_before_a_plan_that_keeps_all_do_not_matter(tmp_path: Path) -> None:
+    """For one step, the last one under a plan that checkpoints them: the training is not profiled again."""
+
+    class Changing(Trained):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            for block in self.model.transformer.h:
+                block.mlp.dropout.p = 0.25 if self.trainer.global_step == 5 else 0.1
+            return super().training_step(batch, batch_idx)
+
+    class Keeps(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 6:
+                chosen.cycle.runner.apply(keeping)
+            phases.append(chosen.cycle.phase)
+
+    plan, profile = plan_and_profile(gpt2, tmp_path)
+    checkpointing = all_checkpointed(plan, profile)
+    kept = {name: replace(unit, checkpoint=False) for name, unit in checkpointing.units.items()}
+    chosen, keeping = pinned(checkpointing), replace(checkpointing, units=kept)
+    phases: list[str] = []
+    train(Changing(gpt2), SSDOffloadStrategy(**BOTH), chosen, Keeps(), path=tmp_path, max_steps=14)
+    assert set(phases[4:]) == {"idle"}
+
+
 class Copying(pl.Callback):
     """Copies the module and writes it to memory, while a plan is in force."""
 
