@@ -24,7 +24,7 @@ from benchmarks.people import SHAPES, Shape
 from benchmarks.processes import cap_gpu_memory
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd._lightning import pl
-from lightning_ssd.device import make_clock, process_ram
+from lightning_ssd.device import CUDAMemory, allocator_memory, make_clock, process_ram
 
 LOSS_STEP = 10
 """Step whose loss is compared."""
@@ -152,8 +152,9 @@ class Probe(pl.Callback):
         self._outcome = "none"
         self._marks: list[Any] = []
         self._loss: Tensor | None = None
-        self._retries: list[int] = []
-        """Allocations that torch has made again after it had freed its cache, as of each measured step's begin."""
+        self._memory: CUDAMemory | None = None
+        self._retries_before = 0
+        """Allocations before the measured steps that found no memory before torch had freed its cache."""
         self.final: int | None = None
         self.seconds = 0.0
         self.ram_at_end = 0
@@ -163,6 +164,7 @@ class Probe(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._clock = make_clock(pl_module.device)
+        self._memory = allocator_memory(pl_module.device)
         self._began = time.monotonic()
 
     def on_train_batch_start(
@@ -171,10 +173,9 @@ class Probe(pl.Callback):
         self._marks.append(self._clock.now())
         if self.final is None and batch_idx > 1 and in_force(trainer, batch_idx):
             self.final, self.seconds = batch_idx, time.monotonic() - self._began
-        if self.final is not None and batch_idx == max(self.final, self._warm_up) and torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        if self.final is not None and batch_idx >= max(self.final, self._warm_up) and torch.cuda.is_available():
-            self._retries.append(torch.cuda.memory_stats()["num_alloc_retries"])
+        if self.final is not None and batch_idx == max(self.final, self._warm_up) and self._memory is not None:
+            self._memory.reset_peak()
+            self._retries_before = self._memory.retries()
         auto, planner = find_planners(trainer)
         self._outcome = "plan" if planner is not None else "none" if auto is None else auto.outcome
         if time.monotonic() >= self._told + TOLD_EVERY:
@@ -200,8 +201,8 @@ class Probe(pl.Callback):
             "step": statistics.median(measured),
             "mean": statistics.fmean(measured),
             "longest": max(measured),
-            "peak": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
-            "retries": self._retries[-1] - self._retries[0] if self._retries else 0,
+            "peak": 0 if self._memory is None else self._memory.peak(),
+            "retries": 0 if self._memory is None else self._memory.retries() - self._retries_before,
             "first": steps[0],
             "final": final,
             "seconds": self.seconds,

@@ -273,7 +273,10 @@ def _not_read(changed: Sequence[tuple[Tensor, RuntimeError]]) -> contextlib.Abst
 
 
 class _NotRead(internals.TorchDispatchMode):
-    """Most tensors of a module that are changed between its forward and backward are statistics, which none reads."""
+    """Raises the error of a changed tensor when an operation of the second run reads that tensor.
+
+    Most tensors of a module that change between its forward and backward are statistics, which no operation reads.
+    """
 
     supports_higher_order_operators = True
 

@@ -167,7 +167,7 @@ class UnitProof:
         return self._state
 
     def forget(self) -> None:
-        """Called when no call needs the state for now: frees the tensors in it that user code has replaced."""
+        """Frees tensors of the state that user code has replaced. Called while no call needs the state."""
         self._state = None
 
 

@@ -498,11 +498,11 @@ class PlanCycle(ProfiledSteps):
 
     def _profile_again(self, runner: PlanRunner, *, grown: bool, changed: bool) -> None:
         """Profiles the training anew, as its memory, its trained parameters or its units are other ones for good."""
-        growth = f"{format_bytes(self._level - self._allocated)} more than before are allocated on the GPU"
-        changes = (
-            "units that the plan checkpoints were changed" if changed else "other parameters are trained than before"
-        )
-        reason = growth if grown else changes
+        reason = "other parameters are trained than before"
+        if grown:
+            reason = f"{format_bytes(self._level - self._allocated)} more than before are allocated on the GPU"
+        elif changed:
+            reason = "units that the plan checkpoints were changed"
         last = changed and self._num_changes == MAX_CHANGES
         end = " for the last time. Units that are changed again are not checkpointed" if last else ""
         self.training.inform(f"SwapPlanner: {reason}: the training is profiled again{end}.")

@@ -67,7 +67,10 @@ class UnplannedCheckpoints(Uncopied):
         self._kinds: dict[nn.Module, int] = {}
         """Number of the kind of each unit that may be checkpointed by its class."""
         self._proofs: dict[nn.Module, UnitProof] = {}
-        """What is proved about each of them if a call of its kind may be run again: until user code changes it."""
+        """For each of them, the proof that its forward may be run again, once a call of its kind has shown that.
+
+        User code ends the proof by changing the unit.
+        """
         self._may_run_again: dict[int, bool] = {}
         """Whether units of a kind may be checkpointed, once one of them was called."""
         self._bytes: dict[int, int] = {}

@@ -77,7 +77,8 @@ class HardwareProfile:
         cpu_weights_first: seconds in which the CPU makes the compute weights of a step that is made in two halves /
             seconds of a whole step. The default is by bytes of exact states that are read and written, with 16-bit
             weights and gradients.
-        cpu_rest_later: the same of the second half, which makes the rest.
+        cpu_rest_later: seconds in which the CPU makes master weights and optimizer states, the second half of such a
+            step / seconds of a whole step.
     """
 
     name: str

@@ -377,23 +377,29 @@ def change(model: TinyGPT, changed: str) -> None:
             block.mlp.act.function = noise.forward
 
 
+def changing(changed: str, step: int) -> Callable[[], TinyGPT]:
+    """Returns a function that makes a model whose blocks its own code changes in that step."""
+
+    class Changes(Activations):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            if batch_idx == step:
+                change(self, changed)
+            return super().training_step(batch, batch_idx)
+
+    def make() -> TinyGPT:
+        torch.manual_seed(1)
+        return Changes([Switched() for _ in range(3)])
+
+    return make
+
+
 @pytest.mark.parametrize("changed", ["module", "mode", "function"])
 def test_units_that_user_code_has_changed_are_not_checkpointed(
     changed: str, tmp_path: Path, see: See, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The call that has shown that their forward may be run again was one of other code, also where all have room."""
 
-    class Changes(Activations):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            if batch_idx == 1:
-                change(self, changed)
-            return super().training_step(batch, batch_idx)
-
-    def changes() -> TinyGPT:
-        torch.manual_seed(1)
-        return Changes([Switched() for _ in range(3)])
-
-    fit_in_share(1.3, changes, [2, 12] * 3, tmp_path, see, monkeypatch)
+    fit_in_share(1.3, changing(changed, 1), [2, 12] * 3, tmp_path, see, monkeypatch)
     assert not any(see.reruns)
 
 
@@ -404,20 +410,11 @@ def test_units_that_user_code_has_changed_under_a_plan_are_not_checkpointed(
 ) -> None:
     """The forward that was recorded for the plan was one of other code, too. The first plan checkpoints all units."""
 
-    class Changes(Activations):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            if batch_idx == 4:
-                change(self, changed)
-            return super().training_step(batch, batch_idx)
-
-    def changes() -> TinyGPT:
-        torch.manual_seed(1)
-        return Changes([Switched() for _ in range(3)])
-
-    plain = fit(changes(), [4] * 8, tmp_path, None, "auto")
+    make = changing(changed, 4)
+    plain = fit(make(), [4] * 8, tmp_path, None, "auto")
     use(SHORTER, monkeypatch)
     see.running = 0
-    assert_same(plain, fit(changes(), [4] * 8, tmp_path, see))
+    assert_same(plain, fit(make(), [4] * 8, tmp_path, see))
     assert see.reruns[3:6] == [3, 0, 0]
 
 

@@ -331,7 +331,7 @@ class OptimizerStep:
             changed = True
         finally:
             self.store.unstage(staged, changed=changed, step=True)
-        if half != "weights":  # of a step in two halves the second one counts, as `calibrate_step_rate` knows
+        if half != "weights":  # of two halves only the second is counted: `calibrate_step_rate` corrects that
             self.count(self.store.flat.numel_of(given.has_grad), work.seconds)
 
     def _input(self, scale: float) -> StepInput:
