@@ -275,7 +275,9 @@ class PlanCycle(ProfiledSteps):
             offload_all(self.training.offloader)
             return
         self.stage = "calibrate"
-        runner.apply(plan, warm_up=0)  # the fastest of few steps is no first one
+        # The first step waits for no optimizer jobs of the step before it, which was a slow one. Without such jobs, the
+        # fastest of few steps is no first one.
+        runner.apply(plan, warm_up=1 if plan.offloads_states and self._options.steps > 1 else 0)
 
     def _plan_profile(self, profile: ModelProfile) -> None:
         """Corrects a new profile by the timed steps, and makes the plan."""
