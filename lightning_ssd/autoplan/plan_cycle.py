@@ -57,10 +57,6 @@ MAX_CHANGES = 3
 GROWTH = 0.01
 """Largest growth of allocated bytes / limit of memory, with which the plan still applies."""
 
-MAX_RETRIES = 2
-"""Allocations that find no memory among fragments, in the steps that correct a plan, above which it leaves more memory
-unused. Each frees all cached memory and maps it anew, for 12 ms (Llama of 1.21B in 24 GiB, results/bounds.md)."""
-
 log = logging.getLogger(__name__)
 
 Stage = Literal["profile", "calibrate", "correct", "final"]
@@ -386,10 +382,7 @@ class PlanCycle(ProfiledSteps):
         error = abs(comparison.step_seconds / comparison.predicted.step_seconds - 1)
         self.stage = "final"
         explained = runner.calibrate(comparison)
-        fragmented = comparison.alloc_retries > MAX_RETRIES and self._maker.reserve_more(runner)
-        plan = self._maker.make(runner) if fragmented else None
-        if plan is None and error > self._options.tolerance:
-            plan = self._maker.make_better(runner, explained=explained)
+        plan = self._maker.make_better(runner, explained=explained) if error > self._options.tolerance else None
         if plan is not None and plan != runner.plan:
             self._apply(runner, plan)
         else:

@@ -81,7 +81,7 @@ class PlanMaker:
         machine: the machine as measured, without the limits of this training.
         device: the training device.
         reserve: share of the GPU limit that plans leave unused, besides the reserve of `usable_gpu_memory`: steps have
-            run out of memory with less, or fragments need it.
+            run out of memory with less.
     """
 
     options: PlanOptions
