@@ -33,7 +33,7 @@ TOLD_EVERY = 5.0
 """Least seconds between two prints of the results so far, of which the last one counts if the training is ended."""
 
 DISTINCT = 32
-"""Samples that are made, and repeated."""
+"""Samples that each worker makes once, and repeats: random images take longer to make than a GPU to learn from."""
 
 
 class Samples(Dataset[dict[str, Tensor]]):
@@ -51,12 +51,21 @@ class Samples(Dataset[dict[str, Tensor]]):
         self._vocabulary = vocabulary
         self._count = count
         self._ragged = ragged
+        self._made: dict[int, dict[str, Tensor]] = {}
 
     def __len__(self) -> int:
         return self._count
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(index if self._ragged else index % DISTINCT)
+        if self._ragged:
+            return self._make(index)
+        seed = index % DISTINCT
+        if seed not in self._made:
+            self._made[seed] = self._make(seed)
+        return self._made[seed]
+
+    def _make(self, seed: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
         tokens = self._shape.tokens
         if self._ragged:
             tokens = int(torch.randint(128, tokens + 1, (), generator=generator))
