@@ -58,7 +58,7 @@ from lightning_ssd.model_states.units import (
 )
 from lightning_ssd.model_states.weights import MasterWeights, OffloadedModel
 from lightning_ssd.ranks import Ranks
-from lightning_ssd.storage import Blob, StorageFullError
+from lightning_ssd.storage import Blob, Hashes, StorageFullError
 from lightning_ssd.types import OffloadTierName
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ def make_model_states(
         setup: settings of the training.
         plan_tiers: tiers of each unit and of its parts, if a plan has them.
         loaded: checkpoint values of parameters that could not hold them.
-        connected: memory and messages of several ranks, whose model states are shared; owned. None: there is one rank.
+        connected: memory and messages of several ranks, whose model states are shared. None: there is one rank.
 
     Raises:
         ValueError: `recover=True` can't record an optimizer; the step of one is compiled; or `units` is wrong, or a
@@ -129,7 +129,7 @@ def make_model_states(
         specs = [make_spec(flat, groups, setup, two_versions=two_versions) for flat in flat_params]
         ranks: RankStates | None = None
         if connected is not None:
-            undo.enter_context(connected).check_agreement(describe_training(module, optimizers, flat_params, setup))
+            connected.check_agreement(describe_training(module, optimizers, flat_params, setup))
             ranks = RankStates(connected, [item.layout for item in specs], pin=device.type == "cuda")
         tiers = None if plan_tiers is None else _tiers_of_flats(plan_tiers, of_units, setup)
         space = _reserve(specs, tiers, device, setup, ranks, recover=recover)
@@ -197,15 +197,14 @@ def make_model_states(
 
 def _share_values(ranks: RankStates, stores: Mapping[FlatParameter, StateStore], staging: StateStaging | None) -> None:
     """Returns when rank 0 has written the values of all stores: from now on, owners write them, and all ranks read."""
-    blobs = [blob for store in stores.values() for blob in store.buffers.committed_blobs()]
-    hashes = b""
-    if ranks.ranks.rank == 0 and staging is not None:
+    hashes: Hashes = {}
+    if ranks.ranks.rank == 0:
         for store in stores.values():
             store.drain()
-        hashes = staging.store.hashes_of(blobs)
-    hashes = ranks.ranks.messages.broadcast(hashes)
-    if staging is not None and ranks.ranks.rank > 0:
-        staging.store.adopt_hashes(blobs, hashes)
+            hashes |= store.hashes()
+    hashes = ranks.ranks.messages.exchange(hashes)[0]
+    if staging is not None:
+        staging.store.adopt_hashes(hashes)
 
 
 def _resident_tensors(module: nn.Module, stores: Mapping[FlatParameter, StateStore]) -> Iterator[Tensor]:

@@ -138,7 +138,7 @@ class ModelStates(Uncopied):
         worker: runs optimizer jobs and accumulations; owned.
         setup: settings of the training.
         nbytes: bytes of memory budgets and allocations.
-        ranks: what several ranks share of the model; owned, with its memory and messages. None: there is one rank.
+        ranks: what several ranks share of the model. None: there is one rank.
         journal: records steps for `recover=True`; owned.
         recovered: last record of a killed run, whose values are in the stores of `offloaded`.
     """
@@ -710,8 +710,8 @@ class ModelStates(Uncopied):
             self._ranks.ranks.messages.fail(shutdown.failure)  # other ranks wait, and jobs of this one for them
         shutdown.run(self._end)
         self._restore_model(shutdown)
-        if self._ranks is not None:
-            shutdown.run(self._ranks.ranks.messages.close, shutdown.failure)
+        if self._ranks is not None and shutdown.failure is not None:
+            self._ranks.ranks.messages.fail(shutdown.failure)
         shutdown.raise_failure()
 
     def dissolve(self) -> tuple[OffloadedModel, Mapping[nn.Parameter, Tensor]]:

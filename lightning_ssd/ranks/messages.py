@@ -74,10 +74,6 @@ class _Box:
         self.expected: frozenset[int] | None = None
         self.done: Future[dict[int, Any]] = Future()
 
-    @property
-    def is_complete(self) -> bool:
-        return self.expected is not None and self.expected <= self.contents.keys()
-
 
 class RankMessages(Uncopied):
     """Sends messages to other ranks and receives theirs, each with a topic, a number and a turn.
@@ -150,7 +146,7 @@ class RankMessages(Uncopied):
 
     def post_after(
         self,
-        done: "Future[None]",
+        done: "Future[Any]",
         topic: Topic,
         number: int,
         turn: int,
@@ -159,12 +155,15 @@ class RankMessages(Uncopied):
     ) -> None:
         """Posts a message, whose content `content` returns, once `done` is, on the thread that completes it.
 
-        If `done` fails, this rank does.
+        If either fails, this rank does.
         """
 
-        def end(future: "Future[None]") -> None:
-            if not self.fail_with(future):
+        def end(future: "Future[Any]") -> None:
+            try:
+                future.result()
                 self.post(topic, number, turn, content(), to)
+            except BaseException as error:
+                self.fail(error)
 
         done.add_done_callback(end)
 
@@ -175,15 +174,7 @@ class RankMessages(Uncopied):
             box = self._boxes.setdefault(key, _Box())
             assert box.expected is None, f"messages {key} are collected twice"
             box.expected = frozenset(ranks)
-            if box.is_complete:
-                del self._boxes[key]
-            error = None if box.is_complete else self._why_incomplete(box)
-            if error is not None:
-                del self._boxes[key]
-        if error is not None:
-            box.done.set_exception(error)
-        elif box.is_complete:
-            box.done.set_result(box.contents)
+        self._complete([key])
         return box.done
 
     def exchange(self, content: T) -> list[T]:
@@ -198,24 +189,12 @@ class RankMessages(Uncopied):
         contents = {**wait_for(collected, "the other ranks"), self.rank: content}
         return [contents[rank] for rank in range(self.size)]
 
-    def broadcast(self, content: T | None = None) -> T:
-        """Returns the content that rank 0 has given, on all ranks, which call this together.
-
-        Raises:
-            RankError: another rank has failed or ended.
-        """
-        of_first = self.exchange(content)[0]
-        assert of_first is not None
-        return of_first
-
     # ---- the end ----
 
-    def fail_with(self, future: "Future[Any]") -> bool:
-        """Has this rank fail if a future that is done has failed; a callback of futures. Returns whether it has."""
-        if (error := future.exception()) is None:
-            return False
-        self.fail(error)
-        return True
+    def fail_with(self, future: "Future[Any]") -> None:
+        """Has this rank fail if a future that is done has failed; a callback of futures."""
+        if (error := future.exception()) is not None:
+            self.fail(error)
 
     def fail(self, error: BaseException) -> None:
         """Ends the training of all ranks with the text of an error of this one, unless another one has failed before.
@@ -230,17 +209,11 @@ class RankMessages(Uncopied):
             self.post(Topic.FAILURE, 0, 0, text[:10_000], self.others)
             self._fail_all(own)
 
-    def close(self, failure: BaseException | None = None) -> None:
-        """Ends the messages of this rank, which waits for none. Idempotent.
-
-        Args:
-            failure: the error that has ended its training.
-        """
+    def close(self) -> None:
+        """Ends the messages of this rank, which waits for none, without an error unless it has failed. Idempotent."""
         if not self._thread.is_alive():
             return
-        if failure is not None:
-            self.fail(failure)
-        elif self._failure is None:
+        if self._failure is None:
             self.post(Topic.END, 0, 0, None, self.others)
         self._wake.send(b"x")
         self._thread.join()
@@ -298,7 +271,9 @@ class RankMessages(Uncopied):
         if topic == Topic.FAILURE:
             self._fail_all(RankError(f"{self._name(rank)} has failed: {pickle.loads(content)}"))
         elif topic == Topic.END:
-            self._end(rank)
+            with self._lock:
+                self._ended.add(rank)
+            self._complete()
         else:
             self._put((topic, number, turn), rank, content, continues=continues)
         return True
@@ -309,18 +284,7 @@ class RankMessages(Uncopied):
             box.parts[rank].append(content)
             if not continues:
                 box.contents[rank] = pickle.loads(b"".join(box.parts.pop(rank)))
-            if complete := box.is_complete:
-                del self._boxes[key]
-        if complete:
-            box.done.set_result(box.contents)
-
-    def _end(self, rank: int) -> None:
-        """Fails futures of messages that a rank, which has ended, has not sent."""
-        with self._lock:
-            self._ended.add(rank)
-            failed = self._pop_incomplete()
-        for box, error in failed:
-            box.done.set_exception(error)
+        self._complete([key])
 
     def _fail_all(self, error: RankError) -> None:
         """Fails all pending futures at the first failure. Messages that have arrived can still be collected."""
@@ -328,32 +292,38 @@ class RankMessages(Uncopied):
             if self._failure is not None:
                 return
             self._failure = error
-            failed = self._pop_incomplete()
-        for box, _ in failed:
-            box.done.set_exception(error)
+        self._complete()
         self.failed.set_exception(error)
 
-    def _pop_incomplete(self) -> list[tuple[_Box, RankError]]:
-        """Removes expected boxes that never get complete, and returns them with their errors. The lock is held."""
-        failed = [(key, box, self._why_incomplete(box)) for key, box in self._boxes.items()]
-        for key, _, error in failed:
-            if error is not None:
-                del self._boxes[key]
-        return [(box, error) for _, box, error in failed if error is not None]
+    def _complete(self, keys: Iterable[_Key] | None = None) -> None:
+        """Completes the futures of boxes, by default of all, that have what is expected, or never get it."""
+        completed: list[tuple[_Box, RankError | None]] = []
+        with self._lock:
+            for key in list(self._boxes if keys is None else keys):
+                box = self._boxes.get(key)
+                if box is None or box.expected is None:
+                    continue
+                missing = box.expected - box.contents.keys()
+                error = self._why_missing(missing) if missing else None
+                if not missing or error is not None:
+                    completed.append((self._boxes.pop(key), error))
+        for box, error in completed:
+            if error is None:
+                box.done.set_result(box.contents)
+            else:
+                box.done.set_exception(error)
 
     def _name(self, rank: int) -> str:
         return f"rank {self._first + rank}"
 
-    def _why_incomplete(self, box: _Box) -> RankError | None:
-        """Returns the error of an incomplete box that never gets complete; None: it may. The lock is held."""
-        if box.expected is None or self._failure is not None:
-            return None if box.expected is None else self._failure
-        if missing := sorted(box.expected - box.contents.keys() & self._ended):
+    def _why_missing(self, ranks: Collection[int]) -> RankError | None:
+        """Returns why messages of ranks will not arrive; None: they may. The lock is held."""
+        if self._failure is None and (ended := sorted(self._ended.intersection(ranks))):
             return RankError(
-                f"{self._name(missing[0])} has ended its training, and {self._name(self.rank)} goes on: it had fewer "
+                f"{self._name(ended[0])} has ended its training, and {self._name(self.rank)} goes on: it had fewer "
                 "batches. Give all ranks the same number of batches (`limit_train_batches`, `drop_last=True`)."
             )
-        return None
+        return self._failure
 
 
 _open: "weakref.WeakSet[RankMessages]" = weakref.WeakSet()

@@ -5,6 +5,7 @@ Other folders use `BlobStore` for the SSDs, `PinnedPool` for host memory, and th
 
 from lightning_ssd.storage.backend import Backend, BackendFile
 from lightning_ssd.storage.blob import Blob, FileRange, Piece
+from lightning_ssd.storage.checksums import Hashes
 from lightning_ssd.storage.choice import choose_backend
 from lightning_ssd.storage.detached import DetachedBlobs
 from lightning_ssd.storage.errors import ChecksumError, StorageError, StorageFullError, from_os_error

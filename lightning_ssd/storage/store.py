@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import os
 import secrets
-import struct
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
@@ -348,19 +347,14 @@ class BlobStore:
         """Returns the files and `blobs` for shared stores of other processes."""
         return SharedFiles([str(volume.directory.path) for volume in self._volumes], self.manifest(blobs))
 
-    def hashes_of(self, blobs: Iterable[Blob]) -> bytes:
+    def hashes_of(self, blobs: Iterable[Blob]) -> Hashes:
         """Returns the hashes of blobs that were written, for `adopt_hashes`."""
-        if self._checksums is None:
-            return b""
-        hashes = [self._checksums.of(piece) for blob in blobs for piece in blob.pieces]
-        return struct.pack(f"<{len(hashes)}Q", *hashes)
+        return {} if self._checksums is None else self._checksums.of(piece for blob in blobs for piece in blob.pieces)
 
-    def adopt_hashes(self, blobs: Iterable[Blob], hashes: bytes) -> None:
+    def adopt_hashes(self, hashes: Hashes) -> None:
         """Adopts the hashes of blobs that another process has written, from `hashes_of` in it."""
         if self._checksums is not None:
-            pieces = [piece for blob in blobs for piece in blob.pieces]
-            for piece, (digest,) in zip(pieces, struct.iter_unpack("<Q", hashes), strict=True):
-                self._checksums.adopt(piece, digest)
+            self._checksums.adopt(hashes)
 
     def sync(self) -> None:
         """Makes completed writes durable.

@@ -23,7 +23,7 @@ class RankStates:
     each flat parameter has ended.
 
     Args:
-        ranks: memory and messages of this rank; the caller closes them.
+        ranks: memory and messages of this rank.
         layouts: layouts of the flat parameters, in the same order on all ranks.
         pin: whether this rank's gradients are page-locked, for copies from the device.
 
@@ -107,9 +107,8 @@ class RankStates:
         Raises:
             RankError: a process of another host has ended.
         """
-        if self.ranks.values is not None and self.ranks.rank == 0:
-            for slab in self._values:
-                self.ranks.values.broadcast(slab.tensor)
+        if self.ranks.hosts is not None and self.ranks.rank == 0:
+            self.ranks.broadcast([slab.tensor for slab in self._values], self.ranks.hosts)
 
     def _share_gradient(self, flat: FlatParameter, *, pin: bool) -> SharedGradient:
         own = self.ranks.rank

@@ -14,8 +14,8 @@ from lightning_ssd.device import CopyEngine
 from lightning_ssd.model_states.journal import (
     CommitRecord,
     RunFingerprint,
+    check_paths,
     has_commit_record,
-    parse_commit_record,
     read_commit_record,
     remove_record,
 )
@@ -67,12 +67,13 @@ class KilledRun:
             for directory in directories:
                 remove_record(directory)
             return None
-        self.record = read_commit_record(directories, self._layouts, self._settings, self._size)
+        check_paths(directories)
+        self.read(directories[0], 0)
         return None if self.record is None else self.record.kept
 
-    def adopt(self, content: bytes, file: Path, rank: int) -> None:
-        """Makes the record that rank 0 has read, whose content is from `file`, that of another rank."""
-        self.record = parse_commit_record(content, file, self._layouts, self._settings, rank, self._size)
+    def read(self, directory: PrivateDirectory, rank: int) -> None:
+        """Reads the record in the directory of the first path, for one of the ranks."""
+        self.record = read_commit_record(directory, self._layouts, self._settings, rank, self._size)
 
 
 def make_staging(
@@ -109,14 +110,19 @@ def make_staging(
     if memory_plan.ssd == 0 and killed is None:
         return None, None
     paths, messages = storage.paths(default_path), None if ranks is None else ranks.ranks.messages
-    is_first = messages is None or messages.rank == 0
     capacity = None if storage.ssd_capacity is None else parse_bytes(storage.ssd_capacity, "ssd_capacity")
     open_store = partial(BlobStore, paths, device=device, backend=storage.backend, checksum=storage.checksum)
     blobs: Sequence[Blob] | None = None
-    content = b""
-    """The record that rank 0 has read; empty on rank 0."""
     with contextlib.ExitStack() as undo:
-        if is_first:
+        if messages is not None and messages.rank > 0:
+            nothing: SharedFiles | None = None
+            files = messages.exchange(nothing)[0]
+            assert files is not None
+            store, blobs = open_store(join=files), files.manifest.blobs
+            undo.callback(store.close, remove=False)
+            if killed is not None:
+                killed.read(store.directory, messages.rank)
+        else:
             processes = 1 if messages is None else messages.size
             store = open_store(
                 capacity=None if capacity is None else capacity * processes,
@@ -124,26 +130,17 @@ def make_staging(
                 find_manifest=killed,
                 shared=ranks is not None,
             )
-        else:
-            assert messages is not None
-            shared: tuple[SharedFiles, bytes] = messages.broadcast()
-            files, content = shared
-            blobs = files.manifest.blobs
-            store = open_store(join=files)
-        is_new = is_first and (killed is None or killed.record is None)
-        undo.callback(store.close, remove=is_new)
-        if is_new:
-            store.reserve(memory_plan.ssd)
-        if messages is not None and killed is not None and content:
-            killed.adopt(content, store.directory.path / "journal", messages.rank)
-        if killed is not None and killed.record is not None:
-            blobs = killed.record.kept.blobs
-        elif ranks is not None and is_first:
-            blobs = list(_allocate(store, layouts, memory_plan, ranks, len(paths)))
-        if messages is not None and is_first:
-            assert blobs is not None
             record = None if killed is None else killed.record
-            messages.broadcast((store.share(blobs), b"" if record is None else record.content))
+            undo.callback(store.close, remove=record is None)
+            if record is not None:
+                blobs = record.kept.blobs
+            else:
+                store.reserve(memory_plan.ssd)
+                if ranks is not None:
+                    blobs = list(_allocate(store, layouts, memory_plan, ranks, len(paths)))
+            if messages is not None:
+                assert blobs is not None
+                messages.exchange(store.share(blobs))
         staging = StateStaging.make(store, memory_plan.param_staging, memory_plan.staging, pin=device.type == "cuda")
         undo.pop_all()
     return staging, blobs

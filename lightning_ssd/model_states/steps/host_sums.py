@@ -6,7 +6,7 @@ from lightning_ssd.device import Worker
 from lightning_ssd.futures import Future, finished, pass_on
 from lightning_ssd.model_states.gradients import Gradient
 from lightning_ssd.model_states.units import FlatParameter
-from lightning_ssd.ranks import HostGroup, RankError
+from lightning_ssd.ranks import RankError, Ranks
 
 
 class HostSums:
@@ -21,12 +21,12 @@ class HostSums:
     Ownership: `Gradient.accum` belongs to the sum from the end of its dependencies until its future is done.
 
     Args:
-        group: collectives with the other hosts, of the thread `hosts` alone.
+        ranks: collectives with the other hosts.
         flat_params: flat parameters that this rank owns, in the order of the model.
     """
 
-    def __init__(self, group: HostGroup, flat_params: Sequence[FlatParameter]) -> None:
-        self._group = group
+    def __init__(self, ranks: Ranks, flat_params: Sequence[FlatParameter]) -> None:
+        self._ranks = ranks
         self._worker = Worker("hosts")
         self._numbers = {flat: number for number, flat in enumerate(reversed(flat_params))}
         self._turns = dict.fromkeys(flat_params, 0)
@@ -71,8 +71,9 @@ class HostSums:
         Raises:
             RankError: another host trains differently, or a process of one has ended.
         """
-        own = gradient.has_accum
-        found = self._group.exchange((alike, own))
+        own, group = gradient.has_accum, self._ranks.hosts
+        assert group is not None
+        found = self._ranks.gather((alike, own), group)
         if any([of_host != alike for of_host, _ in found]):
             raise RankError(
                 f"hosts step {flat.name} with different options of the optimizer, or user code reads its gradients or "
@@ -85,4 +86,4 @@ class HostSums:
         for item, has in zip(flat.param_views, own, strict=True):
             if not has:
                 total[item.start : item.start + item.numel].zero_()
-        self._group.sum(total)
+        self._ranks.sum(total, group)

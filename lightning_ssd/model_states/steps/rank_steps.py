@@ -46,6 +46,7 @@ from lightning_ssd.model_states.steps.host_sums import HostSums
 from lightning_ssd.model_states.stores import StagedState, StateStore
 from lightning_ssd.model_states.units import FlatParameter, ParamView
 from lightning_ssd.ranks import RankError, Topic
+from lightning_ssd.storage import Hashes
 from lightning_ssd.waits import wait_for, wait_for_all
 
 
@@ -114,8 +115,8 @@ class RankSteps:
         self._gradients = gradients
         self._copies = copies
         self._worker = worker
-        sums = states.ranks.sums
-        self._hosts = None if sums is None else HostSums(sums, [flat for flat in flat_optimizers if states.owns(flat)])
+        owned = [flat for flat in flat_optimizers if states.owns(flat)]
+        self._hosts = None if states.ranks.hosts is None else HostSums(states.ranks, owned)
         """Sums over hosts. None: there is one host."""
         self._written: dict[FlatParameter, int] = {}
         """Checksums of weights that user code has written since the last sum, which other hosts compare at the next."""
@@ -363,7 +364,7 @@ class RankSteps:
         gradient, store = self._gradients[flat], self._stores[flat]
         has_grad = list(gradient.has_accum) if reduced else None
         written: Future[dict[int, None]] = self._messages.collect(Topic.WEIGHTS, *key, [owner])
-        stepped: Future[dict[int, tuple[bool, bytes]]] = self._messages.collect(Topic.STEP, *key, [owner])
+        stepped: Future[dict[int, tuple[bool, Hashes]]] = self._messages.collect(Topic.STEP, *key, [owner])
 
         def count(_: None) -> "Future[None]":  # on the thread that completes the last of both, mostly `ranks`
             made, hashes = stepped.result()[owner]
@@ -408,7 +409,7 @@ class RankSteps:
         else:
             owner = self._states.owner_of(flat)
 
-            def adopt(contents: Mapping[int, tuple[bool, bytes]]) -> "Future[None]":  # on the thread `ranks`
+            def adopt(contents: Mapping[int, tuple[bool, Hashes]]) -> "Future[None]":  # on the thread `ranks`
                 store.adopt_hashes(contents[owner][1])
                 return finished(None)
 
