@@ -303,7 +303,7 @@ class ModelStates(Uncopied):
             masters,
             stepped_flat,
             changing=self.records.drop,
-            loading=None if self._reduction is None else self._reduction.steps.begin_load,
+            loading=None if ranks is None else partial(ranks.ranks.messages.exchange, "load"),
         )
         if recovered is None:
             self.state_dicts.adopt_states(stepped_flat)

@@ -163,11 +163,10 @@ class RunStates(Uncopied, StatesOwner):
 
     def _agree_on_gpu_memory(self) -> StatesConfig:
         """Returns the arguments for model states with the smallest `gpu_memory` of all ranks, in bytes."""
-        config, device = self._states_config, self._strategy.root_device
-        if config.gpu_memory == "auto":  # prefetched weights alone use it, on each rank as it can
+        config, ranks = self._states_config, self._strategy.ranks
+        if config.gpu_memory == "auto" or ranks is None:  # prefetched weights alone use it, on each rank as it can
             return config
-        nbytes = torch.tensor(config.budget(device), device=device)
-        return replace(config, gpu_memory=f"{int(self._strategy.reduce(nbytes, reduce_op='min'))}B")
+        return replace(config, gpu_memory=f"{min(ranks.exchange(config.budget(self._strategy.root_device)))}B")
 
     def place_model(self) -> None:
         """Moves the model to the device, except parameters that `make` offloads."""
