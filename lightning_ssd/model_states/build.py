@@ -58,7 +58,7 @@ from lightning_ssd.model_states.units import (
 )
 from lightning_ssd.model_states.weights import MasterWeights, OffloadedModel
 from lightning_ssd.ranks import Ranks
-from lightning_ssd.storage import Blob, Hashes, StorageFullError
+from lightning_ssd.storage import Hashes, StorageFullError
 from lightning_ssd.types import OffloadTierName
 
 log = logging.getLogger(__name__)
@@ -326,7 +326,6 @@ class _Space:
         specs: the flat parameters.
         memory_plan: tiers of the flat parameters.
         staging: scratch space of the flat parameters on SSDs.
-        blobs: blobs of the flat parameters, in order; None: the stores allocate them.
         spare: host memory for second versions that `memory_plan` does not count.
         recovered: record of the killed run whose files the scratch space has adopted.
     """
@@ -335,7 +334,6 @@ class _Space:
     memory_plan: MemoryPlan
     spare: SpareMemory
     staging: StateStaging | None
-    blobs: Sequence[Blob] | None
     recovered: CommitRecord | None
 
 
@@ -375,10 +373,10 @@ def _reserve(
         )
         spare = setup.spare_memory(memory_plan, budget)
         layouts = [item.layout for item in specs]
-        staging, blobs = make_staging(
+        staging = make_staging(
             memory_plan, setup.storage, setup.default_path, device, killed=killed, layouts=layouts, ranks=ranks
         )
-        return _Space(specs, memory_plan, spare, staging, blobs, None if killed is None else killed.record)
+        return _Space(specs, memory_plan, spare, staging, None if killed is None else killed.record)
 
     try:
         return attempt(specs)
@@ -392,13 +390,12 @@ def _make_stores(
     space: _Space, copies: CopyEngine, undo: contextlib.ExitStack, ranks: RankStates | None
 ) -> dict[FlatParameter, StateStore]:
     """Returns the empty stores; `undo` restores parameters from stores that were filled, and frees all stores."""
-    blobs = None if space.blobs is None else iter(space.blobs)
     stores: dict[FlatParameter, StateStore] = {}
     for item, of_weights, of_opt_state in zip(
         space.specs, space.memory_plan.weights, space.memory_plan.opt_state, strict=True
     ):
         tiers = of_weights, of_opt_state
-        store = make_store(item.layout, tiers, space.staging, copies, undo, blobs=blobs, ranks=ranks)
+        store = make_store(item.layout, tiers, space.staging, copies, undo, ranks=ranks)
         stores[item.flat] = store
         undo.callback(store.restore_to_cpu)
     return stores

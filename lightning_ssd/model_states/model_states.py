@@ -235,18 +235,13 @@ class ModelStates(Uncopied):
             drain=lambda: wait_for_all(self.gradients.consumed(), "gradients"),
         )
         self._ranks = ranks
+        self._last_micro_batch = setup.last_micro_batch
         self._reduction: RankReduction | None = None
+        self._rank_steps: RankSteps | None = None
         if ranks is not None:
             others = [(name, one) for name, one in module.named_parameters() if one not in self._flat_of]
-            self._reduction = RankReduction(
-                ranks.ranks,
-                RankSteps(ranks, self.stores, offloaded.flat_optimizers, self.gradients, copies, worker),
-                others,
-                module.buffers,
-                self.gradients,
-                self.running,
-                setup.last_micro_batch,
-            )
+            self._reduction = RankReduction(ranks.ranks, others, module.buffers)
+            self._rank_steps = RankSteps(ranks, self.stores, offloaded.flat_optimizers, self.gradients, copies, worker)
         self.steps = StepScheduler(
             offloaded,
             self.gradients,
@@ -259,7 +254,7 @@ class ModelStates(Uncopied):
             self._device_steps,
             self.running,
             self._clipping,
-            self._reduction,
+            self._rank_steps,
         )
         # User code.
         for parameter in self._flat_of:  # in plain training, Lightning zeroes the gradients of an earlier training
@@ -413,6 +408,8 @@ class ModelStates(Uncopied):
             RuntimeError: user code has called it, and there are several ranks; or another rank has failed.
         """
         self.steps.end_backward(by_user=by_user)
+        if self._reduction is not None and not by_user and self._last_micro_batch():
+            self._reduction.reduce()
 
     # ---- an optimizer step ----
 
@@ -514,7 +511,7 @@ class ModelStates(Uncopied):
         found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         if not self.running.defer_to_user_hooks:
             flats = [flat for flat, _ in self.gradients.of(optimizer)]
-            if self._reduction is not None and not self._reduction.steps.are_finite(flats):
+            if self._rank_steps is not None and not self._rank_steps.are_finite(flats):
                 self.decision.note_not_finite()
             self.decision.merge_checks(found)
         else:
@@ -632,10 +629,10 @@ class ModelStates(Uncopied):
 
         `loaded` as in `RankSteps.write`.
         """
-        if self._reduction is None:
+        if self._rank_steps is None:
             self.stores[flat].checkin(masters)
         else:
-            self._reduction.steps.write(flat, masters, loaded)
+            self._rank_steps.write(flat, masters, loaded)
 
     def _begin_change(self, flat: FlatParameter) -> None:
         """Prepares a change of weights of `flat` by user code.

@@ -249,7 +249,7 @@ class Journal:
 
         def send() -> None:  # on the journal's thread of other ranks than rank 0
             assert messages is not None
-            messages.post(Topic.TRAINING, 0, turn, to_bytes({"training": training_state()}), [0])
+            messages.post(Topic.TRAINING, 0, turn, training_state(), [0])
 
         def run() -> None:
             self._blob_store.sync()  # what other ranks have written, too
@@ -264,13 +264,13 @@ class Journal:
                 "settings": {"fixed": dict(self._settings.fixed), "noted": dict(self._settings.noted)},
             }
             parts = {"journal": encode(own, "the journal"), _training_of(0): training_state()}
-            parts |= {_training_of(rank): from_bytes(state)["training"] for rank, state in states.result().items()}
+            parts |= {_training_of(rank): state for rank, state in states.result().items()}
             self._replace(to_bytes(parts))
             if messages is not None:
                 messages.post(Topic.RECORDED, 0, turn, None, messages.others)
 
         if messages is None or messages.rank == 0:
-            states: Future[dict[int, bytes]] = finished({})
+            states: Future[dict[int, PlainData]] = finished({})
             if messages is not None:
                 states = messages.collect(Topic.TRAINING, 0, turn, messages.others)
             return self._worker.submit(run, [*after, states])

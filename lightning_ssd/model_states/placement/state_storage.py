@@ -4,7 +4,6 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -85,7 +84,7 @@ def make_staging(
     killed: KilledRun | None,
     layouts: Sequence[Layout] = (),
     ranks: RankStates | None = None,
-) -> tuple[StateStaging | None, Sequence[Blob] | None]:
+) -> StateStaging | None:
     """Returns the scratch space, memory and threads of flat parameters on SSDs; None if there are none.
 
     Several ranks share the files, which rank 0 makes and removes.
@@ -99,20 +98,16 @@ def make_staging(
         layouts: layouts of the flat parameters; needed for several ranks.
         ranks: what several ranks share; None: there is one rank.
 
-    Returns:
-        The scratch space, and the blobs of all flat parameters in their order, for `make_store`. None in place of the
-        blobs: the stores allocate them.
-
     Raises:
         StorageError: host memory or scratch space can't be allocated.
         RankError: another rank has failed, such as for lack of space.
     """
     if memory_plan.ssd == 0 and killed is None:
-        return None, None
+        return None
     paths, messages = storage.paths(default_path), None if ranks is None else ranks.ranks.messages
     capacity = None if storage.ssd_capacity is None else parse_bytes(storage.ssd_capacity, "ssd_capacity")
     open_store = partial(BlobStore, paths, device=device, backend=storage.backend, checksum=storage.checksum)
-    blobs: Sequence[Blob] | None = None
+    blobs: Sequence[Blob] = ()
     with contextlib.ExitStack() as undo:
         if messages is not None and messages.rank > 0:
             nothing: SharedFiles | None = None
@@ -139,11 +134,11 @@ def make_staging(
                 if ranks is not None:
                     blobs = list(_allocate(store, layouts, memory_plan, ranks, len(paths)))
             if messages is not None:
-                assert blobs is not None
                 messages.exchange(store.share(blobs))
-        staging = StateStaging.make(store, memory_plan.param_staging, memory_plan.staging, pin=device.type == "cuda")
+        pin = device.type == "cuda"
+        staging = StateStaging.make(store, memory_plan.param_staging, memory_plan.staging, pin=pin, adopted=blobs)
         undo.pop_all()
-    return staging, blobs
+    return staging
 
 
 def _allocate(
@@ -168,7 +163,6 @@ def make_store(
     copies: CopyEngine,
     undo: contextlib.ExitStack,
     *,
-    blobs: Iterator[Blob] | None = None,
     ranks: RankStates | None = None,
 ) -> StateStore:
     """Returns an empty store of a flat parameter.
@@ -179,7 +173,6 @@ def make_store(
         staging: scratch space.
         copies: copies of the device.
         undo: frees the buffers.
-        blobs: allocated blobs, which are used in order; None: new ones.
         ranks: allocates host memory that all ranks share; None: there is one rank.
 
     Raises:
@@ -187,7 +180,7 @@ def make_store(
     """
     of_weights, of_opt_state = tiers
     pin = copies.device.type == "cuda"
-    make = partial(make_buffer, staging=staging, undo=undo, versions=layout.versions, blobs=blobs)
+    make = partial(make_buffer, staging=staging, undo=undo, versions=layout.versions)
     share = None if ranks is None else partial(ranks.allocate, layout.flat)
     weights = make(layout.flat.nbytes, of_weights, share=share and partial(share, pin=pin))
     assert weights is not None
@@ -202,7 +195,6 @@ def make_buffer(
     undo: contextlib.ExitStack,
     *,
     versions: int,
-    blobs: Iterator[Blob] | None = None,
     share: "Callable[[int], Slab] | None" = None,
 ) -> StateBuffer | None:
     """Returns a buffer of `nbytes` bytes, which `undo` frees; None for no bytes. Arguments as in `make_store`.
@@ -217,7 +209,6 @@ def make_buffer(
         buffer = HostBuffer(nbytes, versions=versions, memory=memory)
     else:
         assert staging is not None
-        adopted = None if blobs is None else list(islice(blobs, versions))
-        buffer = SSDBuffer(nbytes, staging.store, versions=versions, blobs=adopted)
+        buffer = SSDBuffer(nbytes, staging, versions=versions)
     undo.callback(buffer.free)
     return buffer
