@@ -768,10 +768,10 @@ class ModelStates(Uncopied):
 
     def _restore_model(self, shutdown: Shutdown) -> None:
         """Restores the parameters, moves optimizer states to the user's optimizers, and frees the stored values."""
-        private = None
+        private: dict[FlatParameter, Callable[[Tensor], Tensor | None]] = {}
         if self._ranks is not None and shutdown.failure is None:  # all owners have made the last steps
             shutdown.run(self._ranks.free_gradients)
-            private = self._ranks.private
+            private = {flat: self._ranks.ranks.memory[owner].private for flat, owner in self._ranks.owners.items()}
         # Only after the weights are restored, the journal says whether the next run needs the states.
         self._restorer.restore_parameters(
             shutdown, self.steps.history.revert_partial_steps(), hand_over=not self.records.enabled, private=private

@@ -4,14 +4,13 @@ import contextlib
 import os
 import pickle
 import selectors
-import socket
-import struct
 import threading
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import timedelta
 from enum import IntEnum, auto
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from torch.distributed.constants import default_pg_timeout
@@ -46,16 +45,8 @@ class Topic(IntEnum):
     """Rank 0, the sender, has written the record."""
 
 
-_HEADER = struct.Struct("<B?xxIQ")
-"""Topic of a message, whether a part of its content follows, and number and turn, before a part of the content."""
-
-_MAX_BYTES = 2**17
-"""Largest packet of a socket. The kernel's default for the memory of sent packets has room for it."""
-
-_LARGEST = _MAX_BYTES - _HEADER.size
-"""Bytes of the content in the largest packet."""
-
-_Key = tuple[int, int, int]
+_Key = tuple[Topic, int, int]
+"""Topic, number and turn of a message."""
 
 T = TypeVar("T")
 
@@ -69,8 +60,6 @@ class _Box:
 
     def __init__(self) -> None:
         self.contents: dict[int, Any] = {}
-        self.parts: defaultdict[int, list[bytes]] = defaultdict(list)
-        """Parts of contents that have not arrived whole."""
         self.expected: frozenset[int] | None = None
         self.done: Future[dict[int, Any]] = Future()
 
@@ -87,7 +76,7 @@ class RankMessages(Uncopied):
 
     Args:
         rank: number of this rank.
-        sockets: connections to all other ranks, which keep the boundaries of messages; owned.
+        connections: connections to all other ranks; owned.
         first: what errors add to the numbers of ranks, which count those of this host.
         timeout: time in which another rank, which is alive, may send nothing, such as in a validation of its own.
 
@@ -101,16 +90,18 @@ class RankMessages(Uncopied):
     def __init__(
         self,
         rank: int,
-        sockets: Mapping[int, socket.socket],
+        connections: Mapping[int, Connection],
         first: int = 0,
         timeout: timedelta = default_pg_timeout,
     ) -> None:
         self.rank = rank
         self.failed: Future[None] = Future()
         self._first = first
-        self.size = len(sockets) + 1
-        self.others = sorted(sockets)
-        self._sockets = sockets
+        self.size = len(connections) + 1
+        self.others = sorted(connections)
+        self._connections = connections
+        self._sending = {rank: threading.Lock() for rank in connections}
+        """Held while a message is sent to a rank: a long one is sent in parts."""
         self._received = 0
         self._exchanges = 0
         self._lock = threading.Lock()
@@ -119,7 +110,7 @@ class RankMessages(Uncopied):
         """Ranks whose training has ended without an error."""
         self._failure: RankError | None = None
         """Why no message is expected any more: the first failure of any rank, this one included."""
-        self._wake, self._woken = socket.socketpair()
+        self._wake, self._woken = Pipe()
         self._thread = threading.Thread(target=self._run, name="lightning_ssd-ranks", daemon=True)
         self._thread.start()
         watch(self, timeout.total_seconds())
@@ -133,16 +124,11 @@ class RankMessages(Uncopied):
         `number` is that of a flat parameter, if the topic is about one, and `turn` counts the messages about it.
         `content` can be pickled, and may have any length.
         """
-        pickled = pickle.dumps(content)  # which only processes of the same user receive
-        starts = range(0, len(pickled), _LARGEST)
-        packets = [
-            _HEADER.pack(topic, start != starts[-1], number, turn) + pickled[start : start + _LARGEST]
-            for start in starts
-        ]
+        message = pickle.dumps(((topic, number, turn), content))  # which only processes of the same user receive
         for rank in to:
-            with contextlib.suppress(OSError):  # the rank has ended, which the receiving thread finds out, too
-                for packet in packets:
-                    self._sockets[rank].send(packet)
+            # An error: the rank has ended, which the receiving thread finds out, too.
+            with self._sending[rank], contextlib.suppress(OSError):
+                self._connections[rank].send_bytes(message)
 
     def post_after(
         self,
@@ -169,7 +155,7 @@ class RankMessages(Uncopied):
 
     def collect(self, topic: Topic, number: int, turn: int, ranks: Collection[int]) -> "Future[dict[int, T]]":
         """Returns a future of the messages of other ranks with one key, by rank. Each message is collected once."""
-        key = (int(topic), number, turn)
+        key = topic, number, turn
         with self._lock:
             box = self._boxes.setdefault(key, _Box())
             assert box.expected is None, f"messages {key} are collected twice"
@@ -203,9 +189,7 @@ class RankMessages(Uncopied):
         """
         text = str(error) if isinstance(error, RankError) else f"{type(error).__name__}: {error}"
         own = error if isinstance(error, RankError) else RankError(f"{self._name(self.rank)} has failed: {text}")
-        with self._lock:
-            first = self._failure is None
-        if first:
+        if self._failure is None:
             self.post(Topic.FAILURE, 0, 0, text[:10_000], self.others)
             self._fail_all(own)
 
@@ -215,9 +199,9 @@ class RankMessages(Uncopied):
             return
         if self._failure is None:
             self.post(Topic.END, 0, 0, None, self.others)
-        self._wake.send(b"x")
+        self._wake.send(None)
         self._thread.join()
-        for one in (*self._sockets.values(), self._wake, self._woken):
+        for one in (*self._connections.values(), self._wake, self._woken):
             one.close()
 
     # ---- for error messages of waits ----
@@ -230,7 +214,7 @@ class RankMessages(Uncopied):
         """Returns what other ranks have not sent (`waits.Watched`)."""
         with self._lock:
             waiting = [
-                f"{Topic(topic).name} {number} of ranks {sorted(box.expected - box.contents.keys())}"
+                f"{topic.name} {number} of ranks {sorted(box.expected - box.contents.keys())}"
                 for (topic, number, _), box in self._boxes.items()
                 if box.expected is not None
             ]
@@ -242,7 +226,7 @@ class RankMessages(Uncopied):
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._woken, selectors.EVENT_READ)
-            for rank, connection in self._sockets.items():
+            for rank, connection in self._connections.items():
                 selector.register(connection, selectors.EVENT_READ, rank)
             while True:
                 for found, _ in selector.select():
@@ -254,10 +238,8 @@ class RankMessages(Uncopied):
     def _receive(self, rank: int) -> bool:
         """Receives one message of a rank. Returns False if it will send no more."""
         try:
-            message = self._sockets[rank].recv(_MAX_BYTES)
-        except ConnectionResetError:  # the rank has ended with messages unread; its own are received next
-            return True
-        if not message:
+            key, content = pickle.loads(self._connections[rank].recv_bytes())
+        except (EOFError, OSError):  # the rank has ended, maybe with messages unread, or while it sent one
             if rank not in self._ended:
                 self._fail_all(
                     RankError(
@@ -266,25 +248,17 @@ class RankMessages(Uncopied):
                 )
             return False
         self._received += 1
-        topic, continues, number, turn = _HEADER.unpack_from(message)
-        content = message[_HEADER.size :]
-        if topic == Topic.FAILURE:
-            self._fail_all(RankError(f"{self._name(rank)} has failed: {pickle.loads(content)}"))
-        elif topic == Topic.END:
+        if key[0] == Topic.FAILURE:
+            self._fail_all(RankError(f"{self._name(rank)} has failed: {content}"))
+        elif key[0] == Topic.END:
             with self._lock:
                 self._ended.add(rank)
             self._complete()
         else:
-            self._put((topic, number, turn), rank, content, continues=continues)
+            with self._lock:
+                self._boxes.setdefault(key, _Box()).contents[rank] = content
+            self._complete([key])
         return True
-
-    def _put(self, key: _Key, rank: int, content: bytes, *, continues: bool) -> None:
-        with self._lock:
-            box = self._boxes.setdefault(key, _Box())
-            box.parts[rank].append(content)
-            if not continues:
-                box.contents[rank] = pickle.loads(b"".join(box.parts.pop(rank)))
-        self._complete([key])
 
     def _fail_all(self, error: RankError) -> None:
         """Fails all pending futures at the first failure. Messages that have arrived can still be collected."""
@@ -333,7 +307,7 @@ _open: "weakref.WeakSet[RankMessages]" = weakref.WeakSet()
 def _close_in_child() -> None:
     """Closes sockets in a forked process (a DataLoader worker), which would hide the end of its rank from others."""
     for messages in _open:
-        for connection in messages._sockets.values():
+        for connection in messages._connections.values():
             connection.close()
 
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from itertools import zip_longest
+from multiprocessing.connection import Connection
 from typing import TypeVar
 
 import torch
@@ -51,6 +52,12 @@ class Ranks(Uncopied):
         memory: memory that all ranks map, of each rank.
         world: group of gloo of all ranks of all hosts; owned. None: there is one host.
         hosts: group of gloo of the ranks with this one's number on all hosts; owned. None: as `world`.
+
+    Attributes:
+        messages, memory, hosts: as the arguments.
+        rank: number of this rank on its host.
+        size: number of ranks of this host.
+        world_size: number of ranks of all hosts.
     """
 
     def __init__(
@@ -61,6 +68,8 @@ class Ranks(Uncopied):
         hosts: dist.ProcessGroup | None = None,
     ) -> None:
         self.messages = messages
+        self.rank, self.size = messages.rank, messages.size
+        self.world_size = self.size if world is None else world.size()
         self.memory = memory
         self.hosts = hosts
         self._world = world
@@ -87,20 +96,20 @@ class Ranks(Uncopied):
             raise RankError(f"hosts have different numbers of processes: {hosts}. Start the same number on each.")
         members = hosts[host]
         rank, size, key = members.index(dist.get_rank()), len(members), found[members[0]][1]
-        with contextlib.ExitStack() as undo:
-            listener = undo.enter_context(_socket())
+        with contextlib.ExitStack() as closed:
+            listener = closed.enter_context(_socket())
             listener.bind(f"\0lightning_ssd-{key}-{rank}")
             listener.listen(size)
             dist.barrier()
             sockets: dict[int, socket.socket] = {}
             try:
                 for other in range(rank):
-                    connection = sockets[other] = undo.enter_context(_socket())
+                    connection = sockets[other] = closed.enter_context(_socket())
                     connection.connect(f"\0lightning_ssd-{key}-{other}")
                     _check_user(connection)
                     connection.send(_RANK.pack(rank))
                 while len(sockets) < size - 1:
-                    connection = undo.enter_context(listener.accept()[0])
+                    connection = closed.enter_context(listener.accept()[0])
                     connection.settimeout(_TIMEOUT_SECONDS)
                     _check_user(connection)
                     sockets[_RANK.unpack(connection.recv(_RANK.size))[0]] = connection
@@ -109,29 +118,13 @@ class Ranks(Uncopied):
                 raise RankError(f"the ranks of this host could not connect: {error}") from error
             for connection in sockets.values():
                 connection.settimeout(None)
-            messages = RankMessages(rank, sockets, members[0], timeout)
-            listener.close()
-            undo.pop_all()
+            connections = {other: Connection(connection.detach()) for other, connection in sockets.items()}
+        messages = RankMessages(rank, connections, members[0], timeout)
         if len(hosts) == 1:
             return cls(messages, memory)
         world = dist.new_group(timeout=timeout, backend="gloo")
         groups = [dist.new_group(list(ranks), timeout, "gloo") for ranks in zip(*hosts.values(), strict=True)]
         return cls(messages, memory, world, groups[rank])
-
-    @property
-    def rank(self) -> int:
-        """Number of this rank on its host."""
-        return self.messages.rank
-
-    @property
-    def size(self) -> int:
-        """Number of ranks of this host."""
-        return self.messages.size
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks of all hosts."""
-        return self.size if self._world is None else self._world.size()
 
     # ---- collectives ----
 
@@ -151,13 +144,13 @@ class Ranks(Uncopied):
             dist.all_gather_object(found, content, group)
         return found
 
-    def check_agreement(self, items: Sequence[tuple[str, str]]) -> None:
-        """Raises an error on all ranks if their names and values differ, which all give in the same order.
+    def check_agreement(self, items: Sequence[str]) -> None:
+        """Raises an error on all ranks if their items differ: names with values, in the same order on all of them.
 
         Raises:
-            RankError: the first difference, by name, with two values and their ranks.
+            RankError: the first difference, with both items and their ranks.
         """
-        first, *others = self.exchange([": ".join(item) for item in items])
+        first, *others = self.exchange(items)
         for rank, other in enumerate(others, 1):
             for one, found in zip_longest(first, other, fillvalue="nothing more"):
                 if one != found:
@@ -245,7 +238,7 @@ _RANK = struct.Struct("<I")
 
 
 def _socket() -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(_TIMEOUT_SECONDS)
     return connection
 

@@ -133,11 +133,6 @@ class DataParallelStrategy(pl.strategies.SingleDeviceStrategy):
         if self._ddp is not None:
             self.ranks = Ranks.connect(self.node_rank, self._ddp_arguments.get("timeout") or default_pg_timeout)
 
-    def _check_ranks(self) -> None:
-        """Raises RankError if another process of this host has failed."""
-        if self.ranks is not None:
-            self.ranks.check()
-
     @override
     def _setup_model(self, model: nn.Module) -> nn.Module:
         if self._ddp is None or not self._reduces_gradients:
@@ -165,7 +160,8 @@ class DataParallelStrategy(pl.strategies.SingleDeviceStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         if self._ddp is not None:
             self._ddp.post_backward(closure_loss)
-            self._check_ranks()
+        if self.ranks is not None:
+            self.ranks.check()
 
     @override
     def on_exception(self, exception: BaseException) -> None:

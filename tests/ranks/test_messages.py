@@ -5,6 +5,8 @@ import socket
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 
 import pytest
 
@@ -16,10 +18,10 @@ from lightning_ssd.ranks import RankError, RankMessages, Topic
 @pytest.fixture
 def three() -> Iterator[list[RankMessages]]:
     """Messages of three ranks."""
-    sockets: list[dict[int, socket.socket]] = [{}, {}, {}]
+    pipes: list[dict[int, Connection]] = [{}, {}, {}]
     for low, high in ((0, 1), (0, 2), (1, 2)):
-        sockets[low][high], sockets[high][low] = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ranks = [RankMessages(rank, connections) for rank, connections in enumerate(sockets)]
+        pipes[low][high], pipes[high][low] = Pipe()
+    ranks = [RankMessages(rank, connections) for rank, connections in enumerate(pipes)]
     yield ranks
     for one in ranks:
         one.close()
@@ -88,14 +90,15 @@ def test_a_dead_rank_is_named(three: list[RankMessages]) -> None:
     first, second, third = three
     wait = first.collect(Topic.READY, 0, 0, [2])
     first.post(Topic.STEP, 0, 0, b"unread", [1])
-    for connection in second._sockets.values():  # as the kernel does with those of a killed process
-        connection.shutdown(socket.SHUT_RDWR)
+    for connection in second._connections.values():  # as the kernel does with those of a killed process
+        with socket.socket(fileno=os.dup(connection.fileno())) as ended:
+            ended.shutdown(socket.SHUT_RDWR)
     with pytest.raises(RankError, match="rank 1 has died"):
         wait.result(timeout=60)
 
 
 def test_a_forked_process_does_not_keep_connections(three: list[RankMessages]) -> None:
-    descriptors = [connection.fileno() for one in three for connection in one._sockets.values()]
+    descriptors = [connection.fileno() for one in three for connection in one._connections.values()]
     child = os.fork()
     if child == 0:
         os._exit(sum(os.path.exists(f"/proc/self/fd/{descriptor}") for descriptor in descriptors))
@@ -124,9 +127,8 @@ def test_a_wait_for_a_busy_rank_lasts_as_long_as_the_timeout(monkeypatch: pytest
     monkeypatch.setattr(waits, "LIMIT", 5)
     monkeypatch.setattr(waits, "_stuck", None)
     monkeypatch.setattr(waits, "_watched", weakref.WeakKeyDictionary())
-    sockets = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     timeout = timedelta(seconds=0.04)
-    first, second = (RankMessages(rank, {1 - rank: one}, timeout=timeout) for rank, one in enumerate(sockets))
+    first, second = (RankMessages(rank, {1 - rank: one}, timeout=timeout) for rank, one in enumerate(Pipe()))
     late = first.collect(Topic.WEIGHTS, 7, 0, [1])
     busy = Busy(second, late)
     waits.watch(busy)

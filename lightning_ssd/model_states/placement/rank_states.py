@@ -30,6 +30,7 @@ class RankStates:
     Attributes:
         ranks: memory and messages of this rank.
         numbers: number of each flat parameter, in messages.
+        owners: number of the rank that sums the gradients of each flat parameter and steps it.
         gradients: memory of the gradients of each flat parameter that is stepped.
     """
 
@@ -42,20 +43,16 @@ class RankStates:
         self._own_gradients: list[Tensor] = []
         self.numbers = {layout.flat: number for number, layout in enumerate(layouts)}
         owners = choose_owners([layout.flat.numel for layout in layouts], ranks.size)
-        self._owners = dict(zip(self.numbers, owners, strict=True))
+        self.owners = dict(zip(self.numbers, owners, strict=True))
         self.gradients = {layout.flat: self._share_gradient(layout.flat, pin=pin) for layout in layouts if layout.steps}
 
-    def owner_of(self, flat: FlatParameter) -> int:
-        """Returns the rank that sums the gradients of a flat parameter and steps it."""
-        return self._owners[flat]
-
     def owns(self, flat: FlatParameter) -> bool:
-        """Whether this rank does so."""
-        return self._owners[flat] == self.ranks.rank
+        """Whether this rank sums the gradients of a flat parameter and steps it."""
+        return self.owners[flat] == self.ranks.rank
 
     def allocate(self, flat: FlatParameter, nbytes: int, *, pin: bool) -> Slab:
         """Returns memory for values of a flat parameter, whose pages its owner commits; see `commit`."""
-        slab = self.ranks.memory[self._owners[flat]].allocate(nbytes)
+        slab = self.ranks.memory[self.owners[flat]].allocate(nbytes)
         self._values.append(slab)
         if self.owns(flat):
             self._uncommitted.append(slab)
@@ -91,10 +88,6 @@ class RankStates:
         unpinned, self._unpinned = self._unpinned, []
         page_lock(unpinned)
 
-    def private(self, flat: FlatParameter, values: Tensor) -> Tensor | None:
-        """Returns values of a flat parameter, which no rank writes any more, for this rank alone; see `RankMemory`."""
-        return self.ranks.memory[self._owners[flat]].private(values)
-
     def free_gradients(self) -> None:
         """Frees the memory of this rank's gradients. All owners have summed them, and nothing is page-locked."""
         own, self._own_gradients = self._own_gradients, []
@@ -123,21 +116,21 @@ class RankStates:
 
 def describe_training(
     module: nn.Module, optimizers: Sequence[Optimizer], flat_params: Sequence[FlatParameter], setup: Setup
-) -> list[tuple[str, str]]:
-    """Returns what ranks have to agree on, as names and values: parameters, optimizers and settings."""
+) -> list[str]:
+    """Returns what ranks have to agree on, as names with values: parameters, optimizers and settings."""
     items = [
-        (name, f"{one.dtype}, shape {list(one.shape)}, requires_grad={one.requires_grad}")
+        f"{name}: {one.dtype}, shape {list(one.shape)}, requires_grad={one.requires_grad}"
         for name, one in (*module.named_parameters(), *module.named_buffers())
     ]
     for number, optimizer in enumerate(optimizers):
-        items.append((f"optimizer {number}", type(optimizer).__qualname__))
+        items.append(f"optimizer {number}: {type(optimizer).__qualname__}")
         for index, group in enumerate(optimizer.param_groups):
             for name, value in sorted(group.items()):
                 if name not in ("params", "param_names"):
                     plain = value.tolist() if isinstance(value, Tensor) else value
-                    items.append((f"{name} of parameter group {index} of optimizer {number}", repr(plain)))
+                    items.append(f"{name} of parameter group {index} of optimizer {number}: {plain!r}")
     for flat in flat_params:
-        items.append((flat.name, repr([(item.name, item.start, item.stride) for item in flat.param_views])))
+        items.append(f"{flat.name}: {[(item.name, item.start, item.stride) for item in flat.param_views]}")
     settings = {
         "the arguments of the strategy": setup.config,
         "the dtype of autocast": setup.autocast,
@@ -146,4 +139,4 @@ def describe_training(
         "hooks that may read gradients": setup.defer_to_user_hooks,
         "gradient accumulation": setup.sums_gradients,
     }
-    return items + [(name, repr(value)) for name, value in settings.items()]
+    return items + [f"{name}: {value!r}" for name, value in settings.items()]

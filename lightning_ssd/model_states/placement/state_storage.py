@@ -30,7 +30,7 @@ from lightning_ssd.model_states.stores import (
     VersionedBuffers,
 )
 from lightning_ssd.sizes import parse_bytes
-from lightning_ssd.storage import Blob, BlobStore, PrivateDirectory, SharedFiles, Slab, StoreManifest
+from lightning_ssd.storage import Blob, BlobStore, PrivateDirectory, Slab, StoreManifest
 from lightning_ssd.types import OffloadTierName
 
 log = logging.getLogger(__name__)
@@ -110,10 +110,10 @@ def make_staging(
     blobs: Sequence[Blob] = ()
     with contextlib.ExitStack() as undo:
         if messages is not None and messages.rank > 0:
-            nothing: SharedFiles | None = None
+            nothing: StoreManifest | None = None
             files = messages.exchange(nothing)[0]
             assert files is not None
-            store, blobs = open_store(join=files), files.manifest.blobs
+            store, blobs = open_store(join=files), files.blobs
             undo.callback(store.close, remove=False)
             if killed is not None:
                 killed.read(store.directory, messages.rank)
@@ -123,7 +123,6 @@ def make_staging(
                 capacity=None if capacity is None else capacity * processes,
                 keep=killed is not None,
                 find_manifest=killed,
-                shared=ranks is not None,
             )
             record = None if killed is None else killed.record
             undo.callback(store.close, remove=record is None)
@@ -149,7 +148,7 @@ def _allocate(
     If there are as many paths as ranks, each owner has paths of its own, as far as these have room.
     """
     for layout, *tiers in zip(layouts, memory_plan.weights, memory_plan.opt_state, strict=True):
-        owner, size = ranks.owner_of(layout.flat), ranks.ranks.size
+        owner, size = ranks.owners[layout.flat], ranks.ranks.size
         own = range(owner, num_paths, size) if num_paths >= size else ()
         for tier, nbytes in zip(tiers, (layout.flat.nbytes, layout.opt_state_bytes), strict=True):
             for _ in range(layout.versions if tier == "ssd" and nbytes else 0):

@@ -1,6 +1,9 @@
 """`HostSums`: sums of gradients over hosts, of one flat parameter after the other, in the same order on all hosts."""
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
 
 from lightning_ssd.device import Worker
 from lightning_ssd.futures import Future, finished, pass_on
@@ -28,10 +31,10 @@ class HostSums:
     def __init__(self, ranks: Ranks, flat_params: Sequence[FlatParameter]) -> None:
         self._ranks = ranks
         self._worker = Worker("hosts")
-        self._numbers = {flat: number for number, flat in enumerate(reversed(flat_params))}
-        self._turns = dict.fromkeys(flat_params, 0)
-        self._ends: dict[int, Future[None]] = {-1: finished(None)}
-        """Ends of sums that a submitted sum waits for, or may have to: by turn and number."""
+        self._places = {flat: count(first, len(flat_params)) for first, flat in enumerate(reversed(flat_params))}
+        """Places of the next sums of each flat parameter in the order of all sums."""
+        self._ends: defaultdict[int, Future[None]] = defaultdict(Future, {-1: finished(None)})
+        """Ends of sums that a submitted sum waits for, or may have to, by place."""
 
     def submit(
         self,
@@ -39,25 +42,20 @@ class HostSums:
         gradient: Gradient,
         alike: Callable[[], object],
         after: "Future[None]",
-        then: Callable[[], None],
     ) -> "Future[None]":
         """Submits the sum of `Gradient.accum`, which becomes the mean of all hosts, and of `Gradient.has_accum`.
 
         `alike` returns a value that must be equal on all hosts. `after` is done when this host's mean is in
-        `Gradient.accum`. `then` is called on the thread `hosts` after the sum; the result is done when it has returned.
+        `Gradient.accum`. The result is done when the sum is, on the thread `hosts`.
         """
-        place = self._turns[flat] * len(self._turns) + self._numbers[flat]
-        self._turns[flat] += 1
-        before, end = self._ends.setdefault(place - 1, Future()), self._ends.setdefault(place, Future())
-
-        def run() -> None:
-            self._sum(flat, gradient, alike())
-            then()
+        place = next(self._places[flat])
+        before, end = self._ends[place - 1], self._ends[place]
 
         def finish(future: "Future[None]") -> None:
             del self._ends[place - 1]  # both sums have been submitted
             pass_on(future, end)
 
+        run = partial(self._sum, flat, gradient, alike)
         self._worker.submit(run, [after, before]).add_done_callback(finish)
         return end
 
@@ -65,7 +63,7 @@ class HostSums:
         """Ends the thread, after the sum that runs."""
         self._worker.close()
 
-    def _sum(self, flat: FlatParameter, gradient: Gradient, alike: object) -> None:
+    def _sum(self, flat: FlatParameter, gradient: Gradient, alike: Callable[[], object]) -> None:
         """Sums one flat parameter.
 
         Raises:
@@ -73,8 +71,8 @@ class HostSums:
         """
         own, group = gradient.has_accum, self._ranks.hosts
         assert group is not None
-        found = self._ranks.gather((alike, own), group)
-        if any([of_host != alike for of_host, _ in found]):
+        found = self._ranks.gather((alike(), own), group)
+        if any([of_host != found[0][0] for of_host, _ in found]):
             raise RankError(
                 f"hosts step {flat.name} with different options of the optimizer, or user code reads its gradients or "
                 "writes its weights on one of them only, or writes other values. Do the same on all."

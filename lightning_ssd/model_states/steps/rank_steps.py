@@ -154,7 +154,7 @@ class RankSteps:
         read = self._copies.on_d2h(self._copies.mark(awaited=True))
         own = then(all_of([on_host, read]), lambda _: finished({messages.rank: describe()}))
         if not self.owns(flat):
-            messages.post_after(own, *key, lambda: own.result()[messages.rank], [self._states.owner_of(flat)])
+            messages.post_after(own, *key, lambda: own.result()[messages.rank], [self._states.owners[flat]])
             return own
         others: Future[dict[int, _Ready]] = messages.collect(*key, messages.others)
 
@@ -191,7 +191,7 @@ class RankSteps:
         Returns:
             A future that is done when the owner has all gradients, `Gradient.mean`, and norms of the mean are known.
         """
-        gradient, messages, owner = self._gradients[flat], self._messages, self._states.owner_of(flat)
+        gradient, messages, owner = self._gradients[flat], self._messages, self._states.owners[flat]
         norms = None if options is None else self._gradients.norms.to_sum(flat)
 
         def describe() -> _Ready:
@@ -225,7 +225,7 @@ class RankSteps:
             if self._hosts is None:
                 tell()
 
-        def tell() -> None:  # on the same, or on that of sums over hosts
+        def tell() -> "Future[None]":  # on the same, or on that of sums over hosts
             mean, finite, values = gradient.mean, True, []
             assert mean is not None
             if norms is not None:
@@ -236,6 +236,7 @@ class RankSteps:
             found = _Sum(gradient.has_accum, values, finite)
             keep(found)
             messages.post(*key, found, messages.others)
+            return finished(None)
 
         last = self._stores[flat].stepped  # which uses the last mean, or writes weights
         gradient.summed = self._worker.submit(compute, [begun, last], priority=priority)
@@ -245,7 +246,7 @@ class RankSteps:
             def alike() -> object:  # on the thread of sums over hosts
                 return written, begun.result()[messages.rank].alike
 
-            gradient.summed = self._hosts.submit(flat, gradient, alike, gradient.summed, tell)
+            gradient.summed = then(self._hosts.submit(flat, gradient, alike, gradient.summed), lambda _: tell())
         return gradient.summed
 
     def reduce(self) -> None:
@@ -266,7 +267,7 @@ class RankSteps:
             gradient.mean = None  # it is in `accum`
             if not self.owns(flat):
                 gradient.has_accum = list(self._sums[flat].has_grad)
-                gradient.accumulated().copy_(self._states.gradients[flat].sums[self._states.owner_of(flat)])
+                gradient.accumulated().copy_(self._states.gradients[flat].sums[self._states.owners[flat]])
             present = [index for index, has_gradient in enumerate(gradient.has_accum) if has_gradient]
             for index in present:
                 gradient.set_accumulated(index)
@@ -339,11 +340,13 @@ class RankSteps:
         done: "Future[None]",
         scale: "Future[float | None]",
     ) -> None:
-        """Tells other ranks of a step of `flat` that this rank makes.
+        """Tells other ranks of a step of `flat`, if this rank makes it.
 
         `weights` and `done` are done when the compute weights, and all values, have their new values. `scale` is done
         before; None: the step is skipped.
         """
+        if not self.owns(flat):
+            return
         messages, store, key = self._messages, self._stores[flat], self._key(flat)
         messages.post_after(weights, Topic.WEIGHTS, *key, lambda: None, messages.others)
         stored = then(done, store.written)
@@ -355,7 +358,7 @@ class RankSteps:
 
         `reduced`: this rank has the mean gradient, by `reduce`.
         """
-        owner, key = self._states.owner_of(flat), self._key(flat)
+        owner, key = self._states.owners[flat], self._key(flat)
         gradient, store = self._gradients[flat], self._stores[flat]
         has_grad = list(gradient.has_accum) if reduced else None
         written: Future[dict[int, None]] = self._messages.collect(Topic.WEIGHTS, *key, [owner])
@@ -402,7 +405,7 @@ class RankSteps:
             written = then(made, store.written)
             messages.post_after(written, *key, lambda: (True, store.hashes()), messages.others)
         else:
-            owner = self._states.owner_of(flat)
+            owner = self._states.owners[flat]
 
             def adopt(contents: Mapping[int, tuple[bool, Hashes]]) -> "Future[None]":  # on the thread `ranks`
                 store.adopt_hashes(contents[owner][1])

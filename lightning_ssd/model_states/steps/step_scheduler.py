@@ -265,11 +265,10 @@ class StepScheduler:
         self.history.submit(flat)
         if self._ranks is None or self._ranks.owns(flat):
             weights, done = self._begin_step(flat, step, stepper, on_host, ready)
-            gradient.submit_step(done)
         else:
             weights, done = self._ranks.follow(flat, options, reduced=reduced)
-            gradient.submit_step(done)  # the owner reads it until then, or this rank has reduced it
-        if self._ranks is not None and self._ranks.owns(flat):
+        gradient.submit_step(done)  # the owner of several ranks reads it until then, or this rank has reduced it
+        if self._ranks is not None:
             self._ranks.announce(flat, weights, done, self._decision.scale)
         store.announce_step(weights, done)
         self._submitted[flat] = done
