@@ -3,7 +3,6 @@
 - `ranks`: `Ranks`, a rank's memory, messages and collectives, and the end of a training after a failure of any rank.
 - `rank_memory`: host memory that all ranks map.
 - `messages`: messages between ranks, futures of them, and the end of a rank.
-- `owners`: which rank steps a flat parameter.
 
 Ranks change each other's view of shared memory by messages alone: a rank writes bytes, then posts a message about
 them, and others read the bytes once they have the message. The kernel orders both, on every processor, so that there
@@ -12,6 +11,5 @@ nothing polls. The same sockets tell of a rank's death, at once: the kernel clos
 """
 
 from lightning_ssd.ranks.messages import RankError, RankMessages, Topic
-from lightning_ssd.ranks.owners import choose_owners
 from lightning_ssd.ranks.rank_memory import RankMemory
 from lightning_ssd.ranks.ranks import Ranks

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import zip_longest
 from multiprocessing.connection import Connection
 from typing import TypeVar
@@ -75,7 +76,8 @@ class Ranks(Uncopied):
         self._world = world
         self._noticed = threading.Event()
         """Set once the training thread has seen an error, whose own end follows, or has ended."""
-        messages.failed.add_done_callback(self._begin_end)
+        # The callback does not refer to `self`: a cycle would keep the memory until a garbage collection.
+        messages.failed.add_done_callback(partial(_begin_end, self._noticed))
 
     @classmethod
     def connect(cls, host: int, timeout: timedelta = default_pg_timeout) -> "Ranks":
@@ -215,15 +217,6 @@ class Ranks(Uncopied):
         self.messages.fail(error)
         return None
 
-    def _begin_end(self, failed: "Future[None]") -> None:
-        for target, name in ((abort_process_groups, "abort"), (self._end_in_time, "failure")):
-            threading.Thread(target=target, name=f"lightning_ssd-{name}", daemon=True).start()
-
-    def _end_in_time(self) -> None:
-        if not self._noticed.wait(_END_SECONDS):
-            print(f"lightning_ssd: {self.messages.failed.exception()}", file=sys.stderr, flush=True)
-            os._exit(1)
-
     def close(self) -> None:
         """Ends the messages, and the collectives with other hosts if no rank has failed: the training has ended."""
         self._noticed.set()
@@ -232,6 +225,18 @@ class Ranks(Uncopied):
             for group in (self._world, self.hosts):
                 if group is not None:
                     dist.destroy_process_group(group)
+
+
+def _begin_end(noticed: threading.Event, failed: "Future[None]") -> None:
+    """Aborts communicators after the first failure, and ends the process unless that is noticed in time."""
+
+    def end() -> None:
+        if not noticed.wait(_END_SECONDS):
+            print(f"lightning_ssd: {failed.exception()}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    for target, name in ((abort_process_groups, "abort"), (end, "failure")):
+        threading.Thread(target=target, name=f"lightning_ssd-{name}", daemon=True).start()
 
 
 _RANK = struct.Struct("<I")

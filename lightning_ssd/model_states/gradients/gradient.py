@@ -30,6 +30,7 @@ Only methods of `Gradient` change states and flags:
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -176,7 +177,7 @@ class Gradient:
         self.accum: Tensor | None = None if shared is None else shared.sums[shared.rank]
         self.mean: RankMean | None = None
         self.consumed: Future[None] = finished(None)
-        self.summed: Future[None] = finished(None)
+        self.summed: Future[Any] = finished(None)
         self.arrived = [False] * len(flat.param_views)
         self.on_device: dict[int, Tensor] = {}
         self.num_arrived = 0

@@ -246,10 +246,12 @@ class Journal:
         messages = self._messages
         self._records += 1
         turn = self._records
-
-        def send() -> None:  # on the journal's thread of other ranks than rank 0
-            assert messages is not None
-            messages.post(Topic.TRAINING, 0, turn, training_state(), [0])
+        if messages is not None and messages.rank > 0:
+            sent = self._worker.submit(lambda: messages.post(Topic.TRAINING, 0, turn, training_state(), [0]), after)
+            return all_of([sent, messages.collect(Topic.RECORDED, 0, turn, [0])])
+        states: Future[dict[int, PlainData]] = finished({})
+        if messages is not None:
+            states = messages.collect(Topic.TRAINING, 0, turn, messages.others)
 
         def run() -> None:
             self._blob_store.sync()  # what other ranks have written, too
@@ -269,12 +271,7 @@ class Journal:
             if messages is not None:
                 messages.post(Topic.RECORDED, 0, turn, None, messages.others)
 
-        if messages is None or messages.rank == 0:
-            states: Future[dict[int, PlainData]] = finished({})
-            if messages is not None:
-                states = messages.collect(Topic.TRAINING, 0, turn, messages.others)
-            return self._worker.submit(run, [*after, states])
-        return all_of([self._worker.submit(send, after), messages.collect(Topic.RECORDED, 0, turn, [0])])
+        return self._worker.submit(run, [*after, states])
 
     def forget(self) -> None:
         """Removes the record, because recorded values are about to change, or training has ended, on all ranks.

@@ -9,7 +9,7 @@ from lightning_ssd.model_states.gradients import SharedGradient
 from lightning_ssd.model_states.placement.states_config import Setup
 from lightning_ssd.model_states.stores import Layout
 from lightning_ssd.model_states.units import FlatParameter
-from lightning_ssd.ranks import Ranks, choose_owners
+from lightning_ssd.ranks import Ranks
 from lightning_ssd.storage import Slab, commit, page_lock
 
 
@@ -112,6 +112,21 @@ class RankStates:
         sums = [memory.floats(flat.numel) for memory in self.ranks.memory]
         self._own_gradients += [copies[own].tensor, sums[own]]
         return SharedGradient(own, copies, sums)
+
+
+def choose_owners(numels: Sequence[int], size: int) -> list[int]:
+    """Returns the owner of each flat parameter: the largest first, to the rank with the fewest elements so far.
+
+    Args:
+        numels: elements of each flat parameter.
+        size: number of ranks.
+    """
+    owners, loads = [0] * len(numels), [0] * size
+    for index in sorted(range(len(numels)), key=lambda index: -numels[index]):
+        owner = loads.index(min(loads))
+        owners[index] = owner
+        loads[owner] += numels[index]
+    return owners
 
 
 def describe_training(

@@ -1,7 +1,7 @@
 """`HostSums`: sums of gradients over hosts, of one flat parameter after the other, in the same order on all hosts."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import count
 
@@ -40,12 +40,12 @@ class HostSums:
         self,
         flat: FlatParameter,
         gradient: Gradient,
-        alike: Callable[[], object],
+        alike: object,
         after: "Future[None]",
     ) -> "Future[None]":
         """Submits the sum of `Gradient.accum`, which becomes the mean of all hosts, and of `Gradient.has_accum`.
 
-        `alike` returns a value that must be equal on all hosts. `after` is done when this host's mean is in
+        `alike` must be equal on all hosts. `after` is done when this host's mean is in
         `Gradient.accum`. The result is done when the sum is, on the thread `hosts`.
         """
         place = next(self._places[flat])
@@ -63,7 +63,7 @@ class HostSums:
         """Ends the thread, after the sum that runs."""
         self._worker.close()
 
-    def _sum(self, flat: FlatParameter, gradient: Gradient, alike: Callable[[], object]) -> None:
+    def _sum(self, flat: FlatParameter, gradient: Gradient, alike: object) -> None:
         """Sums one flat parameter.
 
         Raises:
@@ -71,8 +71,8 @@ class HostSums:
         """
         own, group = gradient.has_accum, self._ranks.hosts
         assert group is not None
-        found = self._ranks.gather((alike(), own), group)
-        if any([of_host != found[0][0] for of_host, _ in found]):
+        found = self._ranks.gather((alike, own), group)
+        if any([of_host != alike for of_host, _ in found]):
             raise RankError(
                 f"hosts step {flat.name} with different options of the optimizer, or user code reads its gradients or "
                 "writes its weights on one of them only, or writes other values. Do the same on all."

@@ -207,10 +207,10 @@ class RankSteps:
                 for item, value in zip(_present(flat, found.has_grad), found.norms, strict=True):
                     norms[item.parameter] = torch.tensor(value, dtype=torch.float32)
 
-        def note(contents: Mapping[int, _Sum]) -> "Future[None]":  # on the thread `ranks`
+        def note(contents: Mapping[int, _Sum]) -> "Future[_Sum]":  # on the thread `ranks`
             gradient.end_step()
             keep(contents[owner])
-            return finished(None)
+            return finished(contents[owner])
 
         if not self.owns(flat):
             summed: Future[dict[int, _Sum]] = messages.collect(*key, [owner])
@@ -241,11 +241,7 @@ class RankSteps:
         last = self._stores[flat].stepped  # which uses the last mean, or writes weights
         gradient.summed = self._worker.submit(compute, [begun, last], priority=priority)
         if self._hosts is not None:
-            written = self._written.pop(flat, 0)
-
-            def alike() -> object:  # on the thread of sums over hosts
-                return written, begun.result()[messages.rank].alike
-
+            alike = self._written.pop(flat, 0), _show(options)
             gradient.summed = then(self._hosts.submit(flat, gradient, alike, gradient.summed), lambda _: tell())
         return gradient.summed
 
@@ -360,21 +356,21 @@ class RankSteps:
         """
         owner, key = self._states.owners[flat], self._key(flat)
         gradient, store = self._gradients[flat], self._stores[flat]
-        has_grad = list(gradient.has_accum) if reduced else None
+        has_grad, summed = list(gradient.has_accum) if reduced else None, gradient.summed
         written: Future[dict[int, None]] = self._messages.collect(Topic.WEIGHTS, *key, [owner])
         stepped: Future[dict[int, tuple[bool, Hashes]]] = self._messages.collect(Topic.STEP, *key, [owner])
 
         def count(_: None) -> "Future[None]":  # on the thread that completes the last of both, mostly `ranks`
             made, hashes = stepped.result()[owner]
             if made:
-                self._flat_optimizers[flat].commit(self._sums[flat].has_grad if has_grad is None else has_grad, options)
+                self._flat_optimizers[flat].commit(has_grad or summed.result().has_grad, options)
                 store.commit()
                 store.adopt_hashes(hashes)
             if reduced:
                 gradient.end_step()
             return finished(None)
 
-        done = then(all_of([stepped, gradient.summed]), count)  # which has noted the parameters with a gradient
+        done = then(all_of([stepped, summed]), count)
         # Until the commit, the weights are those of the version before; on SSDs, their hashes are, too.
         if store.layout.versions == 2 or store.buffers.weights.tier == "ssd":
             return done, done
