@@ -160,7 +160,6 @@ def make_model_states(
         if gives:
             commit()
         if ranks is not None:
-            ranks.send_values()
             _share_values(ranks, stores, space.staging)
             ranks.pin()
             ranks.ranks.broadcast(_resident_tensors(module, stores))
@@ -196,9 +195,14 @@ def make_model_states(
 
 
 def _share_values(ranks: RankStates, stores: Mapping[FlatParameter, StateStore], staging: StateStaging | None) -> None:
-    """Returns when rank 0 has written the values of all stores: from now on, owners write them, and all ranks read."""
+    """Returns when rank 0 has written the values of all stores, and they are those of the first host on all hosts.
+
+    From now on, owners write them, and all ranks read.
+    """
     hashes: Hashes = {}
     if ranks.ranks.rank == 0:
+        if ranks.ranks.hosts is not None:
+            ranks.ranks.broadcast([slab.tensor for slab in ranks.values], ranks.ranks.hosts)
         for store in stores.values():
             store.drain()
             hashes |= store.hashes()

@@ -54,7 +54,8 @@ class Checksums:
 
     def of(self, pieces: Iterable[Piece]) -> Hashes:
         """Returns the hashes of pieces that were written."""
-        return {key: self._hashes[key] for piece in pieces for key in [(piece.volume, piece.offset)]}
+        keys = [(piece.volume, piece.offset) for piece in pieces]
+        return {key: self._hashes[key] for key in keys}
 
     def adopt(self, hashes: Hashes) -> None:
         """Records the hashes of pieces that another process has written."""

@@ -32,11 +32,12 @@ class RankStates:
         numbers: number of each flat parameter, in messages.
         owners: number of the rank that sums the gradients of each flat parameter and steps it.
         gradients: memory of the gradients of each flat parameter that is stepped.
+        values: memory of all values.
     """
 
     def __init__(self, ranks: Ranks, layouts: Sequence[Layout], *, pin: bool) -> None:
         self.ranks = ranks
-        self._values: list[Slab] = []
+        self.values: list[Slab] = []
         self._uncommitted: list[Slab] = []
         """In this rank's file. A page is allocated on the NUMA node of the process that first writes to it."""
         self._unpinned: list[Slab] = []
@@ -53,7 +54,7 @@ class RankStates:
     def allocate(self, flat: FlatParameter, nbytes: int, *, pin: bool) -> Slab:
         """Returns memory for values of a flat parameter, whose pages its owner commits; see `commit`."""
         slab = self.ranks.memory[self.owners[flat]].allocate(nbytes)
-        self._values.append(slab)
+        self.values.append(slab)
         if self.owns(flat):
             self._uncommitted.append(slab)
         if pin:
@@ -65,8 +66,7 @@ class RankStates:
 
         Too little memory ends the training here, and not at its first step.
         """
-        uncommitted, self._uncommitted = self._uncommitted, []
-        commit(uncommitted, pin=False)
+        commit(self._uncommitted, pin=False)
 
     def begin_fill(self) -> None:
         """Prepares initial values, whose pages are committed: rank 0 maps them, and other ranks page-lock meanwhile.
@@ -75,7 +75,7 @@ class RankStates:
         that page-lock at once wait for each other in the driver.
         """
         if self.ranks.rank == 0:
-            commit(self._values, pin=False)
+            commit(self.values, pin=False)
         else:
             self.pin()
 
@@ -93,15 +93,6 @@ class RankStates:
         own, self._own_gradients = self._own_gradients, []
         for gradient in own:
             self.ranks.memory[self.ranks.rank].release(gradient)
-
-    def send_values(self) -> None:
-        """Makes the initial values of all flat parameters those of the first host; called by all ranks.
-
-        Raises:
-            RankError: a process of another host has ended.
-        """
-        if self.ranks.hosts is not None and self.ranks.rank == 0:
-            self.ranks.broadcast([slab.tensor for slab in self._values], self.ranks.hosts)
 
     def _share_gradient(self, flat: FlatParameter, *, pin: bool) -> SharedGradient:
         own = self.ranks.rank
