@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_ssd.futures import Future
+from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.uncopied import Uncopied
 from lightning_ssd.waits import wait_for, watch
 
@@ -118,6 +119,7 @@ class RankMessages(Uncopied):
 
     # ---- messages ----
 
+    @uninterrupted  # after a part of a message, others would be read as its rest
     def post(self, topic: Topic, number: int, turn: int, content: object, to: Iterable[int]) -> None:
         """Sends a message to other ranks, which see the bytes that this rank has written to shared memory before.
 

@@ -4,6 +4,7 @@ import os
 import socket
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -45,6 +46,16 @@ def test_a_content_of_any_length_is_collected_whole(three: list[RankMessages]) -
     for one in (second, third):
         one.post(Topic.TRAINING, 0, 0, contents[one.rank], [0])
     assert collected.result(timeout=60) == contents
+
+
+def test_long_messages_of_several_threads_arrive_whole(three: list[RankMessages]) -> None:
+    first, second, _ = three
+    contents = [bytes([turn]) * 10**6 for turn in range(4)]
+    collected = [first.collect(Topic.TRAINING, 0, turn, [1]) for turn in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        for turn, content in enumerate(contents):
+            threads.submit(second.post, Topic.TRAINING, 0, turn, content, [0])
+    assert [one.result(timeout=60) for one in collected] == [{1: content} for content in contents]
 
 
 def test_a_rank_that_ends_fails_only_what_it_has_not_sent(three: list[RankMessages]) -> None:

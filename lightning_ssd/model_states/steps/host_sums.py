@@ -45,8 +45,8 @@ class HostSums:
     ) -> "Future[None]":
         """Submits the sum of `Gradient.accum`, which becomes the mean of all hosts, and of `Gradient.has_accum`.
 
-        `alike` must be equal on all hosts. `after` is done when this host's mean is in
-        `Gradient.accum`. The result is done when the sum is, on the thread `hosts`.
+        `alike` must be equal on all hosts. `after` is done when this host's mean is in `Gradient.accum`. The result is
+        done when the sum is, on the thread `hosts`.
         """
         place = next(self._places[flat])
         before, end = self._ends[place - 1], self._ends[place]

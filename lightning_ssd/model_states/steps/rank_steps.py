@@ -315,7 +315,7 @@ class RankSteps:
         """Returns whether the sums of flat parameters, for which it waits, are finite, if their norms are measured."""
         for flat in flat_params:
             wait_for(self._gradients[flat].summed, "gradients")
-        return all([self._sums[flat].finite for flat in flat_params])
+        return all([self._sums[flat].finite for flat in flat_params if flat in self._sums])
 
     def end_failed_sums(self) -> None:
         """After a failure, ends sums over hosts: they may wait for others, which are not submitted any more."""
