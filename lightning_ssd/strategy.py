@@ -393,7 +393,8 @@ class SSDOffloadStrategy(DataParallelStrategy):
             self._collections.begin_micro_batch()
         if self._segments is not None:
             self._segments.begin_micro_batch()
-        self._check_ranks()
+        if self.ranks is not None:
+            self.ranks.check()
         self._run.begin_micro_batch("train")
         if self.offloader is None:  # a loop that runs after `fit`
             return super().training_step(*args, **kwargs)

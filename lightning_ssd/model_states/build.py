@@ -58,7 +58,7 @@ from lightning_ssd.model_states.units import (
 )
 from lightning_ssd.model_states.weights import MasterWeights, OffloadedModel
 from lightning_ssd.ranks import Ranks
-from lightning_ssd.storage import Blob, StorageFullError
+from lightning_ssd.storage import Hashes, StorageFullError
 from lightning_ssd.types import OffloadTierName
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ def make_model_states(
         setup: settings of the training.
         plan_tiers: tiers of each unit and of its parts, if a plan has them.
         loaded: checkpoint values of parameters that could not hold them.
-        connected: memory and messages of several ranks, whose model states are shared; owned. None: there is one rank.
+        connected: memory and messages of several ranks, whose model states are shared. None: there is one rank.
 
     Raises:
         ValueError: `recover=True` can't record an optimizer; the step of one is compiled; or `units` is wrong, or a
@@ -129,7 +129,7 @@ def make_model_states(
         specs = [make_spec(flat, groups, setup, two_versions=two_versions) for flat in flat_params]
         ranks: RankStates | None = None
         if connected is not None:
-            undo.enter_context(connected).check_agreement(describe_training(module, optimizers, flat_params, setup))
+            connected.check_agreement(describe_training(module, optimizers, flat_params, setup))
             ranks = RankStates(connected, [item.layout for item in specs], pin=device.type == "cuda")
         tiers = None if plan_tiers is None else _tiers_of_flats(plan_tiers, of_units, setup)
         space = _reserve(specs, tiers, device, setup, ranks, recover=recover)
@@ -160,7 +160,6 @@ def make_model_states(
         if gives:
             commit()
         if ranks is not None:
-            ranks.send_values()
             _share_values(ranks, stores, space.staging)
             ranks.pin()
             ranks.ranks.broadcast(_resident_tensors(module, stores))
@@ -196,16 +195,20 @@ def make_model_states(
 
 
 def _share_values(ranks: RankStates, stores: Mapping[FlatParameter, StateStore], staging: StateStaging | None) -> None:
-    """Returns when rank 0 has written the values of all stores: from now on, owners write them, and all ranks read."""
-    blobs = [blob for store in stores.values() for blob in store.buffers.committed_blobs()]
-    hashes = b""
-    if ranks.ranks.rank == 0 and staging is not None:
+    """Returns when rank 0 has written the values of all stores, and they are those of the first host on all hosts.
+
+    From now on, owners write them, and all ranks read.
+    """
+    hashes: Hashes = {}
+    if ranks.ranks.rank == 0:
+        if ranks.ranks.hosts is not None:
+            ranks.ranks.broadcast([slab.tensor for slab in ranks.values], ranks.ranks.hosts)
         for store in stores.values():
             store.drain()
-        hashes = staging.store.hashes_of(blobs)
-    hashes = ranks.ranks.messages.broadcast(hashes)
-    if staging is not None and ranks.ranks.rank > 0:
-        staging.store.adopt_hashes(blobs, hashes)
+            hashes |= store.hashes()
+    hashes = ranks.ranks.messages.exchange(hashes)[0]
+    if staging is not None:
+        staging.store.adopt_hashes(hashes)
 
 
 def _resident_tensors(module: nn.Module, stores: Mapping[FlatParameter, StateStore]) -> Iterator[Tensor]:
@@ -327,7 +330,6 @@ class _Space:
         specs: the flat parameters.
         memory_plan: tiers of the flat parameters.
         staging: scratch space of the flat parameters on SSDs.
-        blobs: blobs of the flat parameters, in order; None: the stores allocate them.
         spare: host memory for second versions that `memory_plan` does not count.
         recovered: record of the killed run whose files the scratch space has adopted.
     """
@@ -336,7 +338,6 @@ class _Space:
     memory_plan: MemoryPlan
     spare: SpareMemory
     staging: StateStaging | None
-    blobs: Sequence[Blob] | None
     recovered: CommitRecord | None
 
 
@@ -376,10 +377,10 @@ def _reserve(
         )
         spare = setup.spare_memory(memory_plan, budget)
         layouts = [item.layout for item in specs]
-        staging, blobs = make_staging(
+        staging = make_staging(
             memory_plan, setup.storage, setup.default_path, device, killed=killed, layouts=layouts, ranks=ranks
         )
-        return _Space(specs, memory_plan, spare, staging, blobs, None if killed is None else killed.record)
+        return _Space(specs, memory_plan, spare, staging, None if killed is None else killed.record)
 
     try:
         return attempt(specs)
@@ -393,13 +394,12 @@ def _make_stores(
     space: _Space, copies: CopyEngine, undo: contextlib.ExitStack, ranks: RankStates | None
 ) -> dict[FlatParameter, StateStore]:
     """Returns the empty stores; `undo` restores parameters from stores that were filled, and frees all stores."""
-    blobs = None if space.blobs is None else iter(space.blobs)
     stores: dict[FlatParameter, StateStore] = {}
     for item, of_weights, of_opt_state in zip(
         space.specs, space.memory_plan.weights, space.memory_plan.opt_state, strict=True
     ):
         tiers = of_weights, of_opt_state
-        store = make_store(item.layout, tiers, space.staging, copies, undo, blobs=blobs, ranks=ranks)
+        store = make_store(item.layout, tiers, space.staging, copies, undo, ranks=ranks)
         stores[item.flat] = store
         undo.callback(store.restore_to_cpu)
     return stores

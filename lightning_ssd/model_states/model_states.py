@@ -138,7 +138,7 @@ class ModelStates(Uncopied):
         worker: runs optimizer jobs and accumulations; owned.
         setup: settings of the training.
         nbytes: bytes of memory budgets and allocations.
-        ranks: what several ranks share of the model; owned, with its memory and messages. None: there is one rank.
+        ranks: what several ranks share of the model. None: there is one rank.
         journal: records steps for `recover=True`; owned.
         recovered: last record of a killed run, whose values are in the stores of `offloaded`.
     """
@@ -235,18 +235,13 @@ class ModelStates(Uncopied):
             drain=lambda: wait_for_all(self.gradients.consumed(), "gradients"),
         )
         self._ranks = ranks
+        self._last_micro_batch = setup.last_micro_batch
         self._reduction: RankReduction | None = None
+        self._rank_steps: RankSteps | None = None
         if ranks is not None:
             others = [(name, one) for name, one in module.named_parameters() if one not in self._flat_of]
-            self._reduction = RankReduction(
-                ranks.ranks,
-                RankSteps(ranks, self.stores, offloaded.flat_optimizers, self.gradients, copies, worker),
-                others,
-                module.buffers,
-                self.gradients,
-                self.running,
-                setup.last_micro_batch,
-            )
+            self._reduction = RankReduction(ranks.ranks, others, module.buffers)
+            self._rank_steps = RankSteps(ranks, self.stores, offloaded.flat_optimizers, self.gradients, copies, worker)
         self.steps = StepScheduler(
             offloaded,
             self.gradients,
@@ -259,7 +254,7 @@ class ModelStates(Uncopied):
             self._device_steps,
             self.running,
             self._clipping,
-            self._reduction,
+            self._rank_steps,
         )
         # User code.
         for parameter in self._flat_of:  # in plain training, Lightning zeroes the gradients of an earlier training
@@ -303,7 +298,7 @@ class ModelStates(Uncopied):
             masters,
             stepped_flat,
             changing=self.records.drop,
-            loading=None if self._reduction is None else self._reduction.steps.begin_load,
+            loading=None if ranks is None else partial(ranks.ranks.messages.exchange, "load"),
         )
         if recovered is None:
             self.state_dicts.adopt_states(stepped_flat)
@@ -413,6 +408,8 @@ class ModelStates(Uncopied):
             RuntimeError: user code has called it, and there are several ranks; or another rank has failed.
         """
         self.steps.end_backward(by_user=by_user)
+        if self._reduction is not None and not by_user and self._last_micro_batch():
+            self._reduction.reduce()
 
     # ---- an optimizer step ----
 
@@ -514,7 +511,7 @@ class ModelStates(Uncopied):
         found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         if not self.running.defer_to_user_hooks:
             flats = [flat for flat, _ in self.gradients.of(optimizer)]
-            if self._reduction is not None and not self._reduction.steps.are_finite(flats):
+            if self._rank_steps is not None and not self._rank_steps.are_finite(flats):
                 self.decision.note_not_finite()
             self.decision.merge_checks(found)
         else:
@@ -632,10 +629,10 @@ class ModelStates(Uncopied):
 
         `loaded` as in `RankSteps.write`.
         """
-        if self._reduction is None:
+        if self._rank_steps is None:
             self.stores[flat].checkin(masters)
         else:
-            self._reduction.steps.write(flat, masters, loaded)
+            self._rank_steps.write(flat, masters, loaded)
 
     def _begin_change(self, flat: FlatParameter) -> None:
         """Prepares a change of weights of `flat` by user code.
@@ -710,8 +707,8 @@ class ModelStates(Uncopied):
             self._ranks.ranks.messages.fail(shutdown.failure)  # other ranks wait, and jobs of this one for them
         shutdown.run(self._end)
         self._restore_model(shutdown)
-        if self._ranks is not None:
-            shutdown.run(self._ranks.ranks.messages.close, shutdown.failure)
+        if self._ranks is not None and shutdown.failure is not None:
+            self._ranks.ranks.messages.fail(shutdown.failure)
         shutdown.raise_failure()
 
     def dissolve(self) -> tuple[OffloadedModel, Mapping[nn.Parameter, Tensor]]:
@@ -771,10 +768,10 @@ class ModelStates(Uncopied):
 
     def _restore_model(self, shutdown: Shutdown) -> None:
         """Restores the parameters, moves optimizer states to the user's optimizers, and frees the stored values."""
-        private = None
+        private: dict[FlatParameter, Callable[[Tensor], Tensor | None]] = {}
         if self._ranks is not None and shutdown.failure is None:  # all owners have made the last steps
             shutdown.run(self._ranks.free_gradients)
-            private = self._ranks.private
+            private = {flat: self._ranks.ranks.memory[owner].private for flat, owner in self._ranks.owners.items()}
         # Only after the weights are restored, the journal says whether the next run needs the states.
         self._restorer.restore_parameters(
             shutdown, self.steps.history.revert_partial_steps(), hand_over=not self.records.enabled, private=private

@@ -275,7 +275,7 @@ def _remake(
     before, staging = states.parameters, states.staging
     with contextlib.ExitStack() as undo:
         if staging is None:
-            staging, _ = make_staging(memory_plan, setup.storage, setup.default_path, device, killed=None)
+            staging = make_staging(memory_plan, setup.storage, setup.default_path, device, killed=None)
             if staging is not None:
                 undo.callback(staging.close)
         elif memory_plan.ssd:

@@ -1,11 +1,8 @@
 """The ranks of one host that train one model: one copy of its states in shared memory, and messages about it.
 
-- `ranks`: `Ranks`, a rank's memory and messages; made by all ranks together.
+- `ranks`: `Ranks`, a rank's memory, messages and collectives, and the end of a training after a failure of any rank.
 - `rank_memory`: host memory that all ranks map.
 - `messages`: messages between ranks, futures of them, and the end of a rank.
-- `hosts`: collectives with the same ranks of other hosts.
-- `failure_watch`: the end of a training after a failure of any rank.
-- `owners`: which rank steps a flat parameter.
 
 Ranks change each other's view of shared memory by messages alone: a rank writes bytes, then posts a message about
 them, and others read the bytes once they have the message. The kernel orders both, on every processor, so that there
@@ -13,9 +10,6 @@ are no words in shared memory whose stores and loads need an order. A thread tha
 nothing polls. The same sockets tell of a rank's death, at once: the kernel closes them.
 """
 
-from lightning_ssd.ranks.failure_watch import FailureWatch
-from lightning_ssd.ranks.hosts import HostGroup
 from lightning_ssd.ranks.messages import RankError, RankMessages, Topic
-from lightning_ssd.ranks.owners import choose_owners
 from lightning_ssd.ranks.rank_memory import RankMemory
 from lightning_ssd.ranks.ranks import Ranks

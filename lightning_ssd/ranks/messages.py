@@ -4,19 +4,19 @@ import contextlib
 import os
 import pickle
 import selectors
-import socket
-import struct
 import threading
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import timedelta
 from enum import IntEnum, auto
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_ssd.futures import Future
+from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.uncopied import Uncopied
 from lightning_ssd.waits import wait_for, watch
 
@@ -46,16 +46,8 @@ class Topic(IntEnum):
     """Rank 0, the sender, has written the record."""
 
 
-_HEADER = struct.Struct("<B?xxIQ")
-"""Topic of a message, whether a part of its content follows, and number and turn, before a part of the content."""
-
-_MAX_BYTES = 2**17
-"""Largest packet of a socket. The kernel's default for the memory of sent packets has room for it."""
-
-_LARGEST = _MAX_BYTES - _HEADER.size
-"""Bytes of the content in the largest packet."""
-
-_Key = tuple[int, int, int]
+_Key = tuple[Topic, int, int]
+"""Topic, number and turn of a message."""
 
 T = TypeVar("T")
 
@@ -69,14 +61,8 @@ class _Box:
 
     def __init__(self) -> None:
         self.contents: dict[int, Any] = {}
-        self.parts: defaultdict[int, list[bytes]] = defaultdict(list)
-        """Parts of contents that have not arrived whole."""
         self.expected: frozenset[int] | None = None
         self.done: Future[dict[int, Any]] = Future()
-
-    @property
-    def is_complete(self) -> bool:
-        return self.expected is not None and self.expected <= self.contents.keys()
 
 
 class RankMessages(Uncopied):
@@ -91,7 +77,7 @@ class RankMessages(Uncopied):
 
     Args:
         rank: number of this rank.
-        sockets: connections to all other ranks, which keep the boundaries of messages; owned.
+        connections: connections to all other ranks; owned.
         first: what errors add to the numbers of ranks, which count those of this host.
         timeout: time in which another rank, which is alive, may send nothing, such as in a validation of its own.
 
@@ -105,16 +91,18 @@ class RankMessages(Uncopied):
     def __init__(
         self,
         rank: int,
-        sockets: Mapping[int, socket.socket],
+        connections: Mapping[int, Connection],
         first: int = 0,
         timeout: timedelta = default_pg_timeout,
     ) -> None:
         self.rank = rank
         self.failed: Future[None] = Future()
         self._first = first
-        self.size = len(sockets) + 1
-        self.others = sorted(sockets)
-        self._sockets = sockets
+        self.size = len(connections) + 1
+        self.others = sorted(connections)
+        self._connections = connections
+        self._sending = {rank: threading.Lock() for rank in connections}
+        """Held while a message is sent to a rank: a long one is sent in parts."""
         self._received = 0
         self._exchanges = 0
         self._lock = threading.Lock()
@@ -123,7 +111,7 @@ class RankMessages(Uncopied):
         """Ranks whose training has ended without an error."""
         self._failure: RankError | None = None
         """Why no message is expected any more: the first failure of any rank, this one included."""
-        self._wake, self._woken = socket.socketpair()
+        self._wake, self._woken = Pipe()
         self._thread = threading.Thread(target=self._run, name="lightning_ssd-ranks", daemon=True)
         self._thread.start()
         watch(self, timeout.total_seconds())
@@ -131,26 +119,22 @@ class RankMessages(Uncopied):
 
     # ---- messages ----
 
+    @uninterrupted  # after a part of a message, others would be read as its rest
     def post(self, topic: Topic, number: int, turn: int, content: object, to: Iterable[int]) -> None:
         """Sends a message to other ranks, which see the bytes that this rank has written to shared memory before.
 
         `number` is that of a flat parameter, if the topic is about one, and `turn` counts the messages about it.
         `content` can be pickled, and may have any length.
         """
-        pickled = pickle.dumps(content)  # which only processes of the same user receive
-        starts = range(0, len(pickled), _LARGEST)
-        packets = [
-            _HEADER.pack(topic, start != starts[-1], number, turn) + pickled[start : start + _LARGEST]
-            for start in starts
-        ]
+        message = pickle.dumps(((topic, number, turn), content))  # which only processes of the same user receive
         for rank in to:
-            with contextlib.suppress(OSError):  # the rank has ended, which the receiving thread finds out, too
-                for packet in packets:
-                    self._sockets[rank].send(packet)
+            # An error: the rank has ended, which the receiving thread finds out, too.
+            with self._sending[rank], contextlib.suppress(OSError):
+                self._connections[rank].send_bytes(message)
 
     def post_after(
         self,
-        done: "Future[None]",
+        done: "Future[Any]",
         topic: Topic,
         number: int,
         turn: int,
@@ -159,31 +143,26 @@ class RankMessages(Uncopied):
     ) -> None:
         """Posts a message, whose content `content` returns, once `done` is, on the thread that completes it.
 
-        If `done` fails, this rank does.
+        If either fails, this rank does.
         """
 
-        def end(future: "Future[None]") -> None:
-            if not self.fail_with(future):
+        def end(future: "Future[Any]") -> None:
+            try:
+                future.result()
                 self.post(topic, number, turn, content(), to)
+            except BaseException as error:
+                self.fail(error)
 
         done.add_done_callback(end)
 
     def collect(self, topic: Topic, number: int, turn: int, ranks: Collection[int]) -> "Future[dict[int, T]]":
         """Returns a future of the messages of other ranks with one key, by rank. Each message is collected once."""
-        key = (int(topic), number, turn)
+        key = topic, number, turn
         with self._lock:
             box = self._boxes.setdefault(key, _Box())
             assert box.expected is None, f"messages {key} are collected twice"
             box.expected = frozenset(ranks)
-            if box.is_complete:
-                del self._boxes[key]
-            error = None if box.is_complete else self._why_incomplete(box)
-            if error is not None:
-                del self._boxes[key]
-        if error is not None:
-            box.done.set_exception(error)
-        elif box.is_complete:
-            box.done.set_result(box.contents)
+        self._complete([key])
         return box.done
 
     def exchange(self, content: T) -> list[T]:
@@ -198,24 +177,12 @@ class RankMessages(Uncopied):
         contents = {**wait_for(collected, "the other ranks"), self.rank: content}
         return [contents[rank] for rank in range(self.size)]
 
-    def broadcast(self, content: T | None = None) -> T:
-        """Returns the content that rank 0 has given, on all ranks, which call this together.
-
-        Raises:
-            RankError: another rank has failed or ended.
-        """
-        of_first = self.exchange(content)[0]
-        assert of_first is not None
-        return of_first
-
     # ---- the end ----
 
-    def fail_with(self, future: "Future[Any]") -> bool:
-        """Has this rank fail if a future that is done has failed; a callback of futures. Returns whether it has."""
-        if (error := future.exception()) is None:
-            return False
-        self.fail(error)
-        return True
+    def fail_with(self, future: "Future[Any]") -> None:
+        """Has this rank fail if a future that is done has failed; a callback of futures."""
+        if (error := future.exception()) is not None:
+            self.fail(error)
 
     def fail(self, error: BaseException) -> None:
         """Ends the training of all ranks with the text of an error of this one, unless another one has failed before.
@@ -224,27 +191,19 @@ class RankMessages(Uncopied):
         """
         text = str(error) if isinstance(error, RankError) else f"{type(error).__name__}: {error}"
         own = error if isinstance(error, RankError) else RankError(f"{self._name(self.rank)} has failed: {text}")
-        with self._lock:
-            first = self._failure is None
-        if first:
+        if self._failure is None:
             self.post(Topic.FAILURE, 0, 0, text[:10_000], self.others)
             self._fail_all(own)
 
-    def close(self, failure: BaseException | None = None) -> None:
-        """Ends the messages of this rank, which waits for none. Idempotent.
-
-        Args:
-            failure: the error that has ended its training.
-        """
+    def close(self) -> None:
+        """Ends the messages of this rank, which waits for none, without an error unless it has failed. Idempotent."""
         if not self._thread.is_alive():
             return
-        if failure is not None:
-            self.fail(failure)
-        elif self._failure is None:
+        if self._failure is None:
             self.post(Topic.END, 0, 0, None, self.others)
-        self._wake.send(b"x")
+        self._wake.send(None)
         self._thread.join()
-        for one in (*self._sockets.values(), self._wake, self._woken):
+        for one in (*self._connections.values(), self._wake, self._woken):
             one.close()
 
     # ---- for error messages of waits ----
@@ -257,7 +216,7 @@ class RankMessages(Uncopied):
         """Returns what other ranks have not sent (`waits.Watched`)."""
         with self._lock:
             waiting = [
-                f"{Topic(topic).name} {number} of ranks {sorted(box.expected - box.contents.keys())}"
+                f"{topic.name} {number} of ranks {sorted(box.expected - box.contents.keys())}"
                 for (topic, number, _), box in self._boxes.items()
                 if box.expected is not None
             ]
@@ -269,7 +228,7 @@ class RankMessages(Uncopied):
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._woken, selectors.EVENT_READ)
-            for rank, connection in self._sockets.items():
+            for rank, connection in self._connections.items():
                 selector.register(connection, selectors.EVENT_READ, rank)
             while True:
                 for found, _ in selector.select():
@@ -281,10 +240,8 @@ class RankMessages(Uncopied):
     def _receive(self, rank: int) -> bool:
         """Receives one message of a rank. Returns False if it will send no more."""
         try:
-            message = self._sockets[rank].recv(_MAX_BYTES)
-        except ConnectionResetError:  # the rank has ended with messages unread; its own are received next
-            return True
-        if not message:
+            key, content = pickle.loads(self._connections[rank].recv_bytes())
+        except (EOFError, OSError):  # the rank has ended, maybe with messages unread, or while it sent one
             if rank not in self._ended:
                 self._fail_all(
                     RankError(
@@ -293,34 +250,17 @@ class RankMessages(Uncopied):
                 )
             return False
         self._received += 1
-        topic, continues, number, turn = _HEADER.unpack_from(message)
-        content = message[_HEADER.size :]
-        if topic == Topic.FAILURE:
-            self._fail_all(RankError(f"{self._name(rank)} has failed: {pickle.loads(content)}"))
-        elif topic == Topic.END:
-            self._end(rank)
+        if key[0] == Topic.FAILURE:
+            self._fail_all(RankError(f"{self._name(rank)} has failed: {content}"))
+        elif key[0] == Topic.END:
+            with self._lock:
+                self._ended.add(rank)
+            self._complete()
         else:
-            self._put((topic, number, turn), rank, content, continues=continues)
+            with self._lock:
+                self._boxes.setdefault(key, _Box()).contents[rank] = content
+            self._complete([key])
         return True
-
-    def _put(self, key: _Key, rank: int, content: bytes, *, continues: bool) -> None:
-        with self._lock:
-            box = self._boxes.setdefault(key, _Box())
-            box.parts[rank].append(content)
-            if not continues:
-                box.contents[rank] = pickle.loads(b"".join(box.parts.pop(rank)))
-            if complete := box.is_complete:
-                del self._boxes[key]
-        if complete:
-            box.done.set_result(box.contents)
-
-    def _end(self, rank: int) -> None:
-        """Fails futures of messages that a rank, which has ended, has not sent."""
-        with self._lock:
-            self._ended.add(rank)
-            failed = self._pop_incomplete()
-        for box, error in failed:
-            box.done.set_exception(error)
 
     def _fail_all(self, error: RankError) -> None:
         """Fails all pending futures at the first failure. Messages that have arrived can still be collected."""
@@ -328,32 +268,38 @@ class RankMessages(Uncopied):
             if self._failure is not None:
                 return
             self._failure = error
-            failed = self._pop_incomplete()
-        for box, _ in failed:
-            box.done.set_exception(error)
+        self._complete()
         self.failed.set_exception(error)
 
-    def _pop_incomplete(self) -> list[tuple[_Box, RankError]]:
-        """Removes expected boxes that never get complete, and returns them with their errors. The lock is held."""
-        failed = [(key, box, self._why_incomplete(box)) for key, box in self._boxes.items()]
-        for key, _, error in failed:
-            if error is not None:
-                del self._boxes[key]
-        return [(box, error) for _, box, error in failed if error is not None]
+    def _complete(self, keys: Iterable[_Key] | None = None) -> None:
+        """Completes the futures of boxes, by default of all, that have what is expected, or never get it."""
+        completed: list[tuple[_Box, RankError | None]] = []
+        with self._lock:
+            for key in list(self._boxes if keys is None else keys):
+                box = self._boxes.get(key)
+                if box is None or box.expected is None:
+                    continue
+                missing = box.expected - box.contents.keys()
+                error = self._why_missing(missing) if missing else None
+                if not missing or error is not None:
+                    completed.append((self._boxes.pop(key), error))
+        for box, error in completed:
+            if error is None:
+                box.done.set_result(box.contents)
+            else:
+                box.done.set_exception(error)
 
     def _name(self, rank: int) -> str:
         return f"rank {self._first + rank}"
 
-    def _why_incomplete(self, box: _Box) -> RankError | None:
-        """Returns the error of an incomplete box that never gets complete; None: it may. The lock is held."""
-        if box.expected is None or self._failure is not None:
-            return None if box.expected is None else self._failure
-        if missing := sorted(box.expected - box.contents.keys() & self._ended):
+    def _why_missing(self, ranks: Collection[int]) -> RankError | None:
+        """Returns why messages of ranks will not arrive; None: they may. The lock is held."""
+        if self._failure is None and (ended := sorted(self._ended.intersection(ranks))):
             return RankError(
-                f"{self._name(missing[0])} has ended its training, and {self._name(self.rank)} goes on: it had fewer "
+                f"{self._name(ended[0])} has ended its training, and {self._name(self.rank)} goes on: it had fewer "
                 "batches. Give all ranks the same number of batches (`limit_train_batches`, `drop_last=True`)."
             )
-        return None
+        return self._failure
 
 
 _open: "weakref.WeakSet[RankMessages]" = weakref.WeakSet()
@@ -363,7 +309,7 @@ _open: "weakref.WeakSet[RankMessages]" = weakref.WeakSet()
 def _close_in_child() -> None:
     """Closes sockets in a forked process (a DataLoader worker), which would hide the end of its rank from others."""
     for messages in _open:
-        for connection in messages._sockets.values():
+        for connection in messages._connections.values():
             connection.close()
 
 

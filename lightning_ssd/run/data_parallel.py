@@ -11,7 +11,7 @@ from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from lightning_ssd._lightning import fabric, pl
-from lightning_ssd.ranks import FailureWatch, Ranks
+from lightning_ssd.ranks import Ranks
 from lightning_ssd.run.setup import is_fitting
 from lightning_ssd.sizes import show_argument
 
@@ -56,12 +56,10 @@ class DataParallelStrategy(pl.strategies.SingleDeviceStrategy):
         """Whether torch's DDP reduces gradients of several processes; else offloaded model states do."""
         self.ranks: Ranks | None = None
         """Connections of the processes of this host during a run; `None`: there is one process, or no run."""
-        self._watch: FailureWatch | None = None
-        """Ends the run if one of them fails; it has `ranks`' messages."""
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | dict.fromkeys(("_ddp", "_launcher", "ranks", "_watch"))
+        return super().__getstate__() | dict.fromkeys(("_ddp", "_launcher", "ranks"))
 
     # ---- devices and ranks, when the Trainer is made ----
 
@@ -134,12 +132,6 @@ class DataParallelStrategy(pl.strategies.SingleDeviceStrategy):
         """Connects the processes of this host, from now to the end of the run."""
         if self._ddp is not None:
             self.ranks = Ranks.connect(self.node_rank, self._ddp_arguments.get("timeout") or default_pg_timeout)
-            self._watch = FailureWatch(self.ranks.messages)
-
-    def _check_ranks(self) -> None:
-        """Raises RankError if another process of this host has failed."""
-        if self._watch is not None:
-            self._watch.check()
 
     @override
     def _setup_model(self, model: nn.Module) -> nn.Module:
@@ -147,8 +139,8 @@ class DataParallelStrategy(pl.strategies.SingleDeviceStrategy):
             return super()._setup_model(model)
         assert self.lightning_module is not None
         if not is_fitting(self.lightning_module.trainer):  # no gradients to reduce, but all have rank 0's values
-            for tensor in itertools.chain(model.parameters(), model.buffers()):
-                torch.distributed.broadcast(tensor.detach(), 0)
+            assert self.ranks is not None
+            self.ranks.broadcast(itertools.chain(model.parameters(), model.buffers()))
             return model
         self._ddp.connect(self.lightning_module)
         self._ddp.configure_ddp()
@@ -168,7 +160,8 @@ class DataParallelStrategy(pl.strategies.SingleDeviceStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         if self._ddp is not None:
             self._ddp.post_backward(closure_loss)
-            self._check_ranks()
+        if self.ranks is not None:
+            self.ranks.check()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -179,7 +172,7 @@ class DataParallelStrategy(pl.strategies.SingleDeviceStrategy):
                 "lightning_ssd: if parameters without a gradient are intended, set "
                 "`SSDOffloadStrategy(ddp={'find_unused_parameters': True})`."
             )
-        cause = None if self._watch is None else self._watch.notice(exception)
+        cause = None if self.ranks is None else self.ranks.notice(exception)
         if cause is not None and cause is not exception:
             exception.add_note(f"lightning_ssd: {cause}")
 
@@ -191,10 +184,9 @@ class DataParallelStrategy(pl.strategies.SingleDeviceStrategy):
             if self._layer_sync is not None and module._trainer is not None and is_fitting(module._trainer):
                 self.model = self._layer_sync.revert(module)
         super().teardown()
-        if self._watch is not None and self.ranks is not None:
-            self._watch.end()
+        if self.ranks is not None:
             self.ranks.close()
-            self.ranks = self._watch = None
+            self.ranks = None
         if self._ddp is not None:
             assert self.cluster_environment is not None
             self.cluster_environment.teardown()

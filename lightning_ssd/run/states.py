@@ -148,9 +148,12 @@ class RunStates(Uncopied, StatesOwner):
         return self._strategy.reduce_boolean_decision(offloads, all=False)
 
     def _check_can_offload(self, trainer: pl.Trainer) -> None:
-        if self._strategy.is_distributed:
-            check_several_hosts(trainer, self._states_config, self._placing_plan() if self._fitting else None)
-            self._states_config = self._agree_on_gpu_memory()
+        config, ranks = self._states_config, self._strategy.ranks
+        if ranks is not None:
+            check_several_hosts(trainer, config, self._placing_plan() if self._fitting else None)
+            if config.gpu_memory != "auto":  # else prefetched weights alone use it, on each rank as it can
+                smallest = min(ranks.exchange(config.budget(self._strategy.root_device)))
+                self._states_config = replace(config, gpu_memory=f"{smallest}B")
         check_no_cuda_graphs(self._model, self._strategy.root_device)
         averaging = averaging_callbacks(trainer)
         if self._fitting and averaging and self._states_config.recover:
@@ -160,14 +163,6 @@ class RunStates(Uncopied, StatesOwner):
             )
         # Raises an error that `make` would raise after Lightning's setup.
         autocast_dtype(self._strategy.precision_plugin, self._states_config.states, fitting=self._fitting)
-
-    def _agree_on_gpu_memory(self) -> StatesConfig:
-        """Returns the arguments for model states with the smallest `gpu_memory` of all ranks, in bytes."""
-        config, device = self._states_config, self._strategy.root_device
-        if config.gpu_memory == "auto":  # prefetched weights alone use it, on each rank as it can
-            return config
-        nbytes = torch.tensor(config.budget(device), device=device)
-        return replace(config, gpu_memory=f"{int(self._strategy.reduce(nbytes, reduce_op='min'))}B")
 
     def place_model(self) -> None:
         """Moves the model to the device, except parameters that `make` offloads."""

@@ -5,6 +5,7 @@ Other folders use `BlobStore` for the SSDs, `PinnedPool` for host memory, and th
 
 from lightning_ssd.storage.backend import Backend, BackendFile
 from lightning_ssd.storage.blob import Blob, FileRange, Piece
+from lightning_ssd.storage.checksums import Hashes
 from lightning_ssd.storage.choice import choose_backend
 from lightning_ssd.storage.detached import DetachedBlobs
 from lightning_ssd.storage.errors import ChecksumError, StorageError, StorageFullError, from_os_error
@@ -18,7 +19,7 @@ from lightning_ssd.storage.scratch import ScratchDirectory, striped_free_bytes
 from lightning_ssd.storage.slab import Slab, commit, page_lock
 from lightning_ssd.storage.slots import PAGE, SlotAllocator, align_up
 from lightning_ssd.storage.smart import DriveWear, read_wear, read_wears
-from lightning_ssd.storage.store import BlobStore, IOStats, SharedFiles, StoreManifest
+from lightning_ssd.storage.store import BlobStore, IOStats, StoreManifest
 from lightning_ssd.storage.timed_transfers import Calibration
 from lightning_ssd.storage.urgency import Urgency
 from lightning_ssd.storage.volume import Volume

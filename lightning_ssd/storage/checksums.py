@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -51,13 +52,14 @@ class Checksums:
                 "The drive or its connection corrupts data: look at `dmesg`, and use another drive."
             )
 
-    def of(self, piece: Piece) -> int:
-        """Returns the hash of a piece that was written."""
-        return self._hashes[piece.volume, piece.offset]
+    def of(self, pieces: Iterable[Piece]) -> Hashes:
+        """Returns the hashes of pieces that were written."""
+        keys = [(piece.volume, piece.offset) for piece in pieces]
+        return {key: self._hashes[key] for key in keys}
 
-    def adopt(self, piece: Piece, digest: int) -> None:
-        """Records the hash of a piece that another process has written."""
-        self._hashes[piece.volume, piece.offset] = digest
+    def adopt(self, hashes: Hashes) -> None:
+        """Records the hashes of pieces that another process has written."""
+        self._hashes.update(hashes)
 
     def discard(self, piece: Piece) -> None:
         """Drops the hash of a freed piece."""

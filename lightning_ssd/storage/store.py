@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import os
 import secrets
-import struct
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
@@ -61,32 +60,21 @@ class IOStats:
 
 @dataclass(frozen=True, slots=True)
 class StoreManifest:
-    """The state of a store whose process was killed, from which another store resumes with its files.
+    """The state of a store, with which another one uses its files: after a kill, or in another process (`join`).
 
     Attributes:
         blobs: blobs in the files, which remain allocated.
         hashes: checksums of the blobs' pieces; empty if the store had none.
         calibration: measured bandwidths of the drives.
         run: name of the run in the manifest of every scratch directory.
+        directories: paths of the scratch directories, for other processes.
     """
 
     blobs: Sequence[Blob]
     hashes: Hashes
     calibration: Calibration
     run: str
-
-
-@dataclass(frozen=True, slots=True)
-class SharedFiles:
-    """The files of a store, for stores of other processes that use them, too.
-
-    Attributes:
-        directories: paths of the scratch directories.
-        manifest: all blobs that the processes use.
-    """
-
-    directories: Sequence[str]
-    manifest: StoreManifest
+    directories: Sequence[str] = ()
 
 
 class BlobStore:
@@ -111,9 +99,7 @@ class BlobStore:
             can use those of a path.
         find_manifest: with `keep`, called with the scratch directory on each path once all are locked. Returns the
             state of the killed run to resume from, or None to begin with new files.
-        shared: whether other processes use the files, too, which exist until the last of them has closed them. The
-            processes agree on who writes a blob when, and pass on the hashes (`hashes_of`).
-        join: files of another process's shared store to use, which that process removes; None: files of this one.
+        join: state of another process's store (`share`), which removes the files; None: the files are of this process.
 
     Attributes:
         piece_bytes: bytes of the largest piece.
@@ -141,8 +127,7 @@ class BlobStore:
         rank: int = 0,
         keep: bool = False,
         find_manifest: Callable[[Sequence[PrivateDirectory]], StoreManifest | None] | None = None,
-        shared: bool = False,
-        join: SharedFiles | None = None,
+        join: StoreManifest | None = None,
     ) -> None:
         if isinstance(paths, (str, Path)) or not paths:
             raise ValueError("paths must be a sequence of at least one directory")
@@ -159,14 +144,13 @@ class BlobStore:
         self.device_buffers = chosen.device_buffers and not checksum
         self.backend_name = chosen.name
         self._capacity = capacity
-        self._shared = shared or join is not None
         self._lock = threading.Lock()  # guards volumes' slots, stripes and counters
         self._owner = os.getpid()
         self._paths = [str(Path(path).absolute()) for path in paths]
         self._volumes: list[Volume] = []
         with ExitStack() as undo:
             directories: list[ScratchDirectory] = []
-            resumed = None if join is None else join.manifest
+            resumed = join
             is_new = not keep
             undo.callback(lambda: self._close_opened(directories, remove=is_new))
             for path in paths if join is None else ():
@@ -186,7 +170,8 @@ class BlobStore:
             for index, directory in enumerate(directories):
                 slots = [(piece.offset, piece.nbytes) for piece in pieces if piece.volume == index]
                 taken = None if resumed is None else slots
-                self._volumes.append(Volume(directory, chosen, taken, shared=self._shared))
+                self._volumes.append(Volume(directory, chosen, taken))
+                self._volumes[-1].shared = join is not None
             self._allocated = sum(align_up(piece.nbytes) for piece in pieces)
             self._calibration = self._calibrate(threads) if resumed is None else resumed.calibration
             self.write_bandwidth = self._calibration.write_bandwidth
@@ -342,25 +327,27 @@ class BlobStore:
     def manifest(self, blobs: Sequence[Blob]) -> StoreManifest:
         """Returns the state with which another store can resume with `blobs`, as they are now."""
         hashes = {} if self._checksums is None else self._checksums.all()
-        return StoreManifest(blobs, hashes, self._calibration, self._run)
+        directories = [str(volume.directory.path) for volume in self._volumes]
+        return StoreManifest(blobs, hashes, self._calibration, self._run, directories)
 
-    def share(self, blobs: Sequence[Blob]) -> SharedFiles:
-        """Returns the files and `blobs` for shared stores of other processes."""
-        return SharedFiles([str(volume.directory.path) for volume in self._volumes], self.manifest(blobs))
+    def share(self, blobs: Sequence[Blob]) -> StoreManifest:
+        """Returns the state with which stores of other processes use these files, and `blobs`, too (`join`).
 
-    def hashes_of(self, blobs: Iterable[Blob]) -> bytes:
+        The files exist until the last process has closed them. The processes agree on who writes a blob when, and pass
+        on the hashes (`hashes_of`).
+        """
+        for volume in self._volumes:
+            volume.shared = True
+        return self.manifest(blobs)
+
+    def hashes_of(self, blobs: Iterable[Blob]) -> Hashes:
         """Returns the hashes of blobs that were written, for `adopt_hashes`."""
-        if self._checksums is None:
-            return b""
-        hashes = [self._checksums.of(piece) for blob in blobs for piece in blob.pieces]
-        return struct.pack(f"<{len(hashes)}Q", *hashes)
+        return {} if self._checksums is None else self._checksums.of(piece for blob in blobs for piece in blob.pieces)
 
-    def adopt_hashes(self, blobs: Iterable[Blob], hashes: bytes) -> None:
+    def adopt_hashes(self, hashes: Hashes) -> None:
         """Adopts the hashes of blobs that another process has written, from `hashes_of` in it."""
         if self._checksums is not None:
-            pieces = [piece for blob in blobs for piece in blob.pieces]
-            for piece, (digest,) in zip(pieces, struct.iter_unpack("<Q", hashes), strict=True):
-                self._checksums.adopt(piece, digest)
+            self._checksums.adopt(hashes)
 
     def sync(self) -> None:
         """Makes completed writes durable.
@@ -393,7 +380,7 @@ class BlobStore:
         atexit.unregister(self._at_exit)
         self._engine.close()
         files = [(volume.path, volume.detach()) for volume in reversed(self._volumes)]  # as in `close`
-        return DetachedBlobs(files[::-1], self._checksums, shared=self._shared)
+        return DetachedBlobs(files[::-1], self._checksums, shared=self._volumes[0].shared)
 
     def _close_opened(self, directories: Sequence[ScratchDirectory], *, remove: bool) -> None:
         """Closes the volumes and directories of a store that could not be made, the last ones first.

@@ -29,28 +29,23 @@ class Volume:
         directory: a scratch directory on the SSD. The volume closes it, unless this constructor fails.
         backend: I/O backend.
         taken: (offset, bytes) of each allocated slot of an existing file; None: the file is made.
-        shared: whether other processes use the file, too: its bytes exist until the last of them closes it.
 
     Attributes:
         path: path of the scratch file.
         file: the scratch file, open for transfers.
         slots: allocator of the file's bytes.
         device: number of the filesystem (`st_dev`), equal for volumes that share its free space.
+        shared: whether other processes use the file, too: its bytes exist until the last of them closes it.
 
     Raises:
         StorageError: the file cannot be made, or the existing one does not contain the slots of `taken`.
     """
 
     def __init__(
-        self,
-        directory: ScratchDirectory,
-        backend: Backend,
-        taken: Sequence[tuple[int, int]] | None = None,
-        *,
-        shared: bool = False,
+        self, directory: ScratchDirectory, backend: Backend, taken: Sequence[tuple[int, int]] | None = None
     ) -> None:
         self._directory = directory
-        self._shared = shared
+        self.shared = False
         with ExitStack() as undo:
             self.path = self._directory.path / _FILE
             try:
@@ -155,7 +150,7 @@ class Volume:
         """
         if self._open:
             self._open = False
-            if remove and not self._shared:
+            if remove and not self.shared:
                 # A forked DataLoader worker has the file open, too: its blocks are freed now, not when the worker ends.
                 with clean_up("truncate", self.path):
                     os.ftruncate(self._fd, 0)

@@ -1,5 +1,6 @@
 """Hands shared memory from rank to rank by messages, many times and with random delays."""
 
+import contextlib
 import random
 
 import torch
@@ -17,7 +18,7 @@ def torn_hand_overs() -> int:
     In each turn, every rank writes its slab, rank 0 writes the sum of all slabs, and every rank reads the sum.
     """
     torn = 0
-    with Ranks.connect(0) as ranks:
+    with contextlib.closing(Ranks.connect(0)) as ranks:
         slabs = [memory.floats(NUMEL) for memory in ranks.memory]
         total = ranks.memory[0].floats(NUMEL)
         messages, delays = ranks.messages, random.Random(ranks.rank)

@@ -1,7 +1,7 @@
 """Memory that ranks share, which are threads of one process here."""
 
 import os
-import socket
+from multiprocessing import Pipe
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def test_a_rank_commits_and_page_locks_its_own_gradients(monkeypatch: pytest.Mon
     pinned: list[Slab] = []
     monkeypatch.setattr(Slab, "pin", lambda slab: pinned.append(slab))
     descriptors = make_files(2)
-    for rank, connection in enumerate(socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)):
+    for rank, connection in enumerate(Pipe()):
         messages = RankMessages(rank, {1 - rank: connection})
         flat = FlatParameter("flat", [("weight", nn.Parameter(torch.zeros(8)))], torch.float32, torch.device("cpu"))
         memory = [RankMemory(descriptor) for descriptor in descriptors]

@@ -4,7 +4,10 @@ import os
 import socket
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 
 import pytest
 
@@ -16,10 +19,10 @@ from lightning_ssd.ranks import RankError, RankMessages, Topic
 @pytest.fixture
 def three() -> Iterator[list[RankMessages]]:
     """Messages of three ranks."""
-    sockets: list[dict[int, socket.socket]] = [{}, {}, {}]
+    pipes: list[dict[int, Connection]] = [{}, {}, {}]
     for low, high in ((0, 1), (0, 2), (1, 2)):
-        sockets[low][high], sockets[high][low] = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ranks = [RankMessages(rank, connections) for rank, connections in enumerate(sockets)]
+        pipes[low][high], pipes[high][low] = Pipe()
+    ranks = [RankMessages(rank, connections) for rank, connections in enumerate(pipes)]
     yield ranks
     for one in ranks:
         one.close()
@@ -43,6 +46,16 @@ def test_a_content_of_any_length_is_collected_whole(three: list[RankMessages]) -
     for one in (second, third):
         one.post(Topic.TRAINING, 0, 0, contents[one.rank], [0])
     assert collected.result(timeout=60) == contents
+
+
+def test_long_messages_of_several_threads_arrive_whole(three: list[RankMessages]) -> None:
+    first, second, _ = three
+    contents = [bytes([turn]) * 10**6 for turn in range(4)]
+    collected = [first.collect(Topic.TRAINING, 0, turn, [1]) for turn in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        for turn, content in enumerate(contents):
+            threads.submit(second.post, Topic.TRAINING, 0, turn, content, [0])
+    assert [one.result(timeout=60) for one in collected] == [{1: content} for content in contents]
 
 
 def test_a_rank_that_ends_fails_only_what_it_has_not_sent(three: list[RankMessages]) -> None:
@@ -88,14 +101,15 @@ def test_a_dead_rank_is_named(three: list[RankMessages]) -> None:
     first, second, third = three
     wait = first.collect(Topic.READY, 0, 0, [2])
     first.post(Topic.STEP, 0, 0, b"unread", [1])
-    for connection in second._sockets.values():  # as the kernel does with those of a killed process
-        connection.shutdown(socket.SHUT_RDWR)
+    for connection in second._connections.values():  # as the kernel does with those of a killed process
+        with socket.socket(fileno=os.dup(connection.fileno())) as ended:
+            ended.shutdown(socket.SHUT_RDWR)
     with pytest.raises(RankError, match="rank 1 has died"):
         wait.result(timeout=60)
 
 
 def test_a_forked_process_does_not_keep_connections(three: list[RankMessages]) -> None:
-    descriptors = [connection.fileno() for one in three for connection in one._sockets.values()]
+    descriptors = [connection.fileno() for one in three for connection in one._connections.values()]
     child = os.fork()
     if child == 0:
         os._exit(sum(os.path.exists(f"/proc/self/fd/{descriptor}") for descriptor in descriptors))
@@ -124,9 +138,8 @@ def test_a_wait_for_a_busy_rank_lasts_as_long_as_the_timeout(monkeypatch: pytest
     monkeypatch.setattr(waits, "LIMIT", 5)
     monkeypatch.setattr(waits, "_stuck", None)
     monkeypatch.setattr(waits, "_watched", weakref.WeakKeyDictionary())
-    sockets = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     timeout = timedelta(seconds=0.04)
-    first, second = (RankMessages(rank, {1 - rank: one}, timeout=timeout) for rank, one in enumerate(sockets))
+    first, second = (RankMessages(rank, {1 - rank: one}, timeout=timeout) for rank, one in enumerate(Pipe()))
     late = first.collect(Topic.WEIGHTS, 7, 0, [1])
     busy = Busy(second, late)
     waits.watch(busy)

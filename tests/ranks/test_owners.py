@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_ssd.ranks import choose_owners
+from lightning_ssd.model_states.placement.rank_states import choose_owners
 
 
 @given(numels=st.lists(st.integers(1, 10**9), max_size=30), size=st.integers(1, 8))

@@ -7,8 +7,7 @@ are mapped by each rank, which would have a copy otherwise. That memory is freed
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,7 +58,7 @@ class ModelRestorer:
         ahead: Sequence[str],
         *,
         hand_over: bool,
-        private: Callable[[FlatParameter, Tensor], Tensor | None] | None,
+        private: Mapping[FlatParameter, Callable[[Tensor], Tensor | None]],
     ) -> None:
         """Makes the parameters whole on the CPU, with the weights of the last completed step.
 
@@ -68,7 +67,7 @@ class ModelRestorer:
             ahead: names of flat parameters that are one step ahead of the others.
             hand_over: whether optimizer states are handed over, too: one flat parameter after the other, since host
                 memory may not have room for all of them twice.
-            private: maps values of a flat parameter that several ranks share, none of which writes them any more.
+            private: maps values of flat parameters that several ranks share, none of which writes them any more.
         """
         lost: list[str] = []
         for flat, store in self._stores.items():
@@ -76,7 +75,7 @@ class ModelRestorer:
                 store.drain()
             except Exception as error:  # the last step failed; the weights are those before it
                 self._failed[flat] = error
-            if (unread := store.restore_to_cpu(private and partial(private, flat))) is not None:
+            if (unread := store.restore_to_cpu(private.get(flat))) is not None:
                 shutdown.add(unread)
                 lost.append(flat.name)
             if hand_over:

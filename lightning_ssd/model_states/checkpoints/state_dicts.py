@@ -41,7 +41,8 @@ class StateDicts:
         masters: master weights of parameters on the device.
         optimizers: optimizers that step flat parameters.
         changing: called before values are loaded.
-        loading: called before states of an optimizer are loaded; None: nothing is.
+        loading: called before states of an optimizer are loaded: it returns when no other rank reads those before any
+            more. None: there is one rank.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class StateDicts:
         optimizers: list[Optimizer],
         *,
         changing: Callable[[], None],
-        loading: Callable[[], None] | None,
+        loading: Callable[[], object] | None,
     ) -> None:
         self._staged = staged
         self._flat_optimizers = flat_optimizers

@@ -30,6 +30,7 @@ Only methods of `Gradient` change states and flags:
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -143,7 +144,9 @@ class Gradient:
 
     Attributes:
         host_grad: gradients as copied from the device, in the flat's dtype; undefined between the parameters.
-        accum: sum of earlier micro-batches in fp32, `flat.numel` elements; None before the first accumulation.
+        is_shared: whether several ranks compute gradients, of which the step uses the mean.
+        accum: sum of earlier micro-batches in fp32, `flat.numel` elements; None before the first accumulation, unless
+            ranks share it.
         consumed: done when the copied gradients were accumulated, or stepped, and `host_grad` is free again.
         summed: done when the last accumulation is, and the norms of its sums are known.
         arrived: for each parameter, whether `host_grad` or `on_device` has its gradient of the running backward.
@@ -165,16 +168,16 @@ class Gradient:
     def __init__(self, flat: FlatParameter, memory: Slab | GradientPool, shared: SharedGradient | None = None) -> None:
         self._flat = flat
         self._pool = memory if isinstance(memory, GradientPool) else None
-        self._shared = shared
         self._release_memory: Callable[[], None] | None = None
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self.host_grad = self._bytes.view(flat.dtype)
         if isinstance(memory, Slab):
             self._use(memory.tensor, memory.close)
-        self.accum: Tensor | None = None
+        self.is_shared = shared is not None
+        self.accum: Tensor | None = None if shared is None else shared.sums[shared.rank]
         self.mean: RankMean | None = None
         self.consumed: Future[None] = finished(None)
-        self.summed: Future[None] = finished(None)
+        self.summed: Future[Any] = finished(None)
         self.arrived = [False] * len(flat.param_views)
         self.on_device: dict[int, Tensor] = {}
         self.num_arrived = 0
@@ -204,10 +207,7 @@ class Gradient:
         """Returns `accum`, allocated if it is missing. The caller has waited for `consumed`."""
         if self.accum is None:
             with torch.inference_mode(False):
-                if self._shared is not None:
-                    self.accum = self._shared.sums[self._shared.rank]
-                else:
-                    self.accum = torch.zeros(self._flat.numel, dtype=torch.float32)  # bf16-true changes the default
+                self.accum = torch.zeros(self._flat.numel, dtype=torch.float32)  # bf16-true changes the default
         return self.accum
 
     def held(self, index: int) -> tuple[Tensor, Tier] | None:
@@ -389,11 +389,6 @@ class Gradient:
                     item.of(whole).copy_(item.of(self.host_grad))
                 clip(item.of(whole), scale, limit)
         return whole
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether several ranks compute gradients, of which the step uses the mean."""
-        return self._shared is not None
 
     @property
     def kept(self) -> bool:

@@ -10,8 +10,8 @@ The modules, in the order in which they are best read:
 from lightning_ssd.model_states.journal.journal import (
     CommitRecord,
     Journal,
+    check_paths,
     has_commit_record,
-    parse_commit_record,
     read_commit_record,
     remove_record,
 )

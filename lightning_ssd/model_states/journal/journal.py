@@ -13,7 +13,6 @@ A record is plain data with a checksum (`plain_data`): it contains no code, and 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from lightning_ssd.device import Worker
@@ -51,7 +50,6 @@ class CommitRecord:
         settings: settings of the training, which the next run must share.
         training_state: all other state of the training, with tensors on the CPU.
         file: path of the record's file, for messages.
-        content: bytes of the record's file.
     """
 
     identity: object
@@ -61,7 +59,6 @@ class CommitRecord:
     settings: RunFingerprint
     training_state: Mapping[str, Any]
     file: str
-    content: bytes
 
     @property
     def remedy(self) -> str:
@@ -70,37 +67,28 @@ class CommitRecord:
 
 
 def read_commit_record(
-    directories: Sequence[PrivateDirectory], layouts: Sequence[Layout], settings: RunFingerprint, size: int
+    directory: PrivateDirectory, layouts: Sequence[Layout], settings: RunFingerprint, rank: int, size: int
 ) -> CommitRecord | None:
     """Returns the last record of a killed run, or None if there is none.
 
     Args:
-        directories: locked kept directories of all paths; the record is in the first one.
+        directory: the kept directory of the first path, which this rank or rank 0 has locked.
         layouts: layouts of this run's flat parameters.
         settings: settings of this run. A record of the same flat parameters is returned even if its settings differ.
-        size: number of ranks, of which this is the first.
+        rank: number of this rank.
+        size: number of ranks.
 
     Raises:
-        StorageError: the record has other flat parameters, or can't be read, or a directory belongs to a run with
-            other paths, which may have a record elsewhere. Nothing is removed.
+        StorageError: the record has other flat parameters, or can't be read. Nothing is removed.
     """
-    _check_paths(directories)
-    directory = directories[0]
     file = directory.path / _FILE
+    give_up = f"remove {file.parent} and what it holds, to begin anew"
     try:
         content = directory.read_file(_FILE)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise from_os_error(error, "read the journal of `recover=True`", file) from error
-    return parse_commit_record(content, file, layouts, settings, 0, size)
-
-
-def parse_commit_record(
-    content: bytes, file: Path, layouts: Sequence[Layout], settings: RunFingerprint, rank: int, size: int
-) -> CommitRecord:
-    """Returns the record with this content, for one of the ranks; arguments and errors as of `read_commit_record`."""
-    give_up = f"remove {file.parent} and what it holds, to begin anew"
     try:
         parts = from_bytes(content)
         if size != len(parts) - 1:
@@ -117,7 +105,6 @@ def parse_commit_record(
             RunFingerprint(**own["settings"]),
             decode(parts[_training_of(rank)]),
             str(file),
-            content,
         )
     except DamagedError as error:
         raise StorageError(
@@ -156,8 +143,11 @@ def remove_record(directory: PrivateDirectory) -> None:
         raise from_os_error(error, "remove the journal of `recover=True`", directory.path / _FILE) from error
 
 
-def _check_paths(directories: Sequence[PrivateDirectory]) -> None:
+def check_paths(directories: Sequence[PrivateDirectory]) -> None:
     """Checks that no record is overlooked, because it is on a path that is not given, or not given first.
+
+    Args:
+        directories: locked kept directories of all paths; the record is in the first one.
 
     A run writes its manifests before its first record, that of its first path before the others. When it ends, it
     removes the record first, and the manifest of the first path last. So if a directory has a manifest, and the first
@@ -256,10 +246,12 @@ class Journal:
         messages = self._messages
         self._records += 1
         turn = self._records
-
-        def send() -> None:  # on the journal's thread of other ranks than rank 0
-            assert messages is not None
-            messages.post(Topic.TRAINING, 0, turn, to_bytes({"training": training_state()}), [0])
+        if messages is not None and messages.rank > 0:
+            sent = self._worker.submit(lambda: messages.post(Topic.TRAINING, 0, turn, training_state(), [0]), after)
+            return all_of([sent, messages.collect(Topic.RECORDED, 0, turn, [0])])
+        states: Future[dict[int, PlainData]] = finished({})
+        if messages is not None:
+            states = messages.collect(Topic.TRAINING, 0, turn, messages.others)
 
         def run() -> None:
             self._blob_store.sync()  # what other ranks have written, too
@@ -274,17 +266,12 @@ class Journal:
                 "settings": {"fixed": dict(self._settings.fixed), "noted": dict(self._settings.noted)},
             }
             parts = {"journal": encode(own, "the journal"), _training_of(0): training_state()}
-            parts |= {_training_of(rank): from_bytes(state)["training"] for rank, state in states.result().items()}
+            parts |= {_training_of(rank): state for rank, state in states.result().items()}
             self._replace(to_bytes(parts))
             if messages is not None:
                 messages.post(Topic.RECORDED, 0, turn, None, messages.others)
 
-        if messages is None or messages.rank == 0:
-            states: Future[dict[int, bytes]] = finished({})
-            if messages is not None:
-                states = messages.collect(Topic.TRAINING, 0, turn, messages.others)
-            return self._worker.submit(run, [*after, states])
-        return all_of([self._worker.submit(send, after), messages.collect(Topic.RECORDED, 0, turn, [0])])
+        return self._worker.submit(run, [*after, states])
 
     def forget(self) -> None:
         """Removes the record, because recorded values are about to change, or training has ended, on all ranks.

@@ -9,7 +9,7 @@ from lightning_ssd.model_states.gradients import SharedGradient
 from lightning_ssd.model_states.placement.states_config import Setup
 from lightning_ssd.model_states.stores import Layout
 from lightning_ssd.model_states.units import FlatParameter
-from lightning_ssd.ranks import Ranks, choose_owners
+from lightning_ssd.ranks import Ranks
 from lightning_ssd.storage import Slab, commit, page_lock
 
 
@@ -23,40 +23,38 @@ class RankStates:
     each flat parameter has ended.
 
     Args:
-        ranks: memory and messages of this rank; the caller closes them.
+        ranks: memory and messages of this rank.
         layouts: layouts of the flat parameters, in the same order on all ranks.
         pin: whether this rank's gradients are page-locked, for copies from the device.
 
     Attributes:
         ranks: memory and messages of this rank.
         numbers: number of each flat parameter, in messages.
+        owners: number of the rank that sums the gradients of each flat parameter and steps it.
         gradients: memory of the gradients of each flat parameter that is stepped.
+        values: memory of all values.
     """
 
     def __init__(self, ranks: Ranks, layouts: Sequence[Layout], *, pin: bool) -> None:
         self.ranks = ranks
-        self._values: list[Slab] = []
+        self.values: list[Slab] = []
         self._uncommitted: list[Slab] = []
         """In this rank's file. A page is allocated on the NUMA node of the process that first writes to it."""
         self._unpinned: list[Slab] = []
         self._own_gradients: list[Tensor] = []
         self.numbers = {layout.flat: number for number, layout in enumerate(layouts)}
         owners = choose_owners([layout.flat.numel for layout in layouts], ranks.size)
-        self._owners = dict(zip(self.numbers, owners, strict=True))
+        self.owners = dict(zip(self.numbers, owners, strict=True))
         self.gradients = {layout.flat: self._share_gradient(layout.flat, pin=pin) for layout in layouts if layout.steps}
 
-    def owner_of(self, flat: FlatParameter) -> int:
-        """Returns the rank that sums the gradients of a flat parameter and steps it."""
-        return self._owners[flat]
-
     def owns(self, flat: FlatParameter) -> bool:
-        """Whether this rank does so."""
-        return self._owners[flat] == self.ranks.rank
+        """Whether this rank sums the gradients of a flat parameter and steps it."""
+        return self.owners[flat] == self.ranks.rank
 
     def allocate(self, flat: FlatParameter, nbytes: int, *, pin: bool) -> Slab:
         """Returns memory for values of a flat parameter, whose pages its owner commits; see `commit`."""
-        slab = self.ranks.memory[self._owners[flat]].allocate(nbytes)
-        self._values.append(slab)
+        slab = self.ranks.memory[self.owners[flat]].allocate(nbytes)
+        self.values.append(slab)
         if self.owns(flat):
             self._uncommitted.append(slab)
         if pin:
@@ -68,8 +66,7 @@ class RankStates:
 
         Too little memory ends the training here, and not at its first step.
         """
-        uncommitted, self._uncommitted = self._uncommitted, []
-        commit(uncommitted, pin=False)
+        commit(self._uncommitted, pin=False)
 
     def begin_fill(self) -> None:
         """Prepares initial values, whose pages are committed: rank 0 maps them, and other ranks page-lock meanwhile.
@@ -78,7 +75,7 @@ class RankStates:
         that page-lock at once wait for each other in the driver.
         """
         if self.ranks.rank == 0:
-            commit(self._values, pin=False)
+            commit(self.values, pin=False)
         else:
             self.pin()
 
@@ -91,25 +88,11 @@ class RankStates:
         unpinned, self._unpinned = self._unpinned, []
         page_lock(unpinned)
 
-    def private(self, flat: FlatParameter, values: Tensor) -> Tensor | None:
-        """Returns values of a flat parameter, which no rank writes any more, for this rank alone; see `RankMemory`."""
-        return self.ranks.memory[self._owners[flat]].private(values)
-
     def free_gradients(self) -> None:
         """Frees the memory of this rank's gradients. All owners have summed them, and nothing is page-locked."""
         own, self._own_gradients = self._own_gradients, []
         for gradient in own:
             self.ranks.memory[self.ranks.rank].release(gradient)
-
-    def send_values(self) -> None:
-        """Makes the initial values of all flat parameters those of the first host; called by all ranks.
-
-        Raises:
-            RankError: a process of another host has ended.
-        """
-        if self.ranks.values is not None and self.ranks.rank == 0:
-            for slab in self._values:
-                self.ranks.values.broadcast(slab.tensor)
 
     def _share_gradient(self, flat: FlatParameter, *, pin: bool) -> SharedGradient:
         own = self.ranks.rank
@@ -122,23 +105,38 @@ class RankStates:
         return SharedGradient(own, copies, sums)
 
 
+def choose_owners(numels: Sequence[int], size: int) -> list[int]:
+    """Returns the owner of each flat parameter: the largest first, to the rank with the fewest elements so far.
+
+    Args:
+        numels: elements of each flat parameter.
+        size: number of ranks.
+    """
+    owners, loads = [0] * len(numels), [0] * size
+    for index in sorted(range(len(numels)), key=lambda index: -numels[index]):
+        owner = loads.index(min(loads))
+        owners[index] = owner
+        loads[owner] += numels[index]
+    return owners
+
+
 def describe_training(
     module: nn.Module, optimizers: Sequence[Optimizer], flat_params: Sequence[FlatParameter], setup: Setup
-) -> list[tuple[str, str]]:
-    """Returns what ranks have to agree on, as names and values: parameters, optimizers and settings."""
+) -> list[str]:
+    """Returns what ranks have to agree on, as names with values: parameters, optimizers and settings."""
     items = [
-        (name, f"{one.dtype}, shape {list(one.shape)}, requires_grad={one.requires_grad}")
+        f"{name}: {one.dtype}, shape {list(one.shape)}, requires_grad={one.requires_grad}"
         for name, one in (*module.named_parameters(), *module.named_buffers())
     ]
     for number, optimizer in enumerate(optimizers):
-        items.append((f"optimizer {number}", type(optimizer).__qualname__))
+        items.append(f"optimizer {number}: {type(optimizer).__qualname__}")
         for index, group in enumerate(optimizer.param_groups):
             for name, value in sorted(group.items()):
                 if name not in ("params", "param_names"):
                     plain = value.tolist() if isinstance(value, Tensor) else value
-                    items.append((f"{name} of parameter group {index} of optimizer {number}", repr(plain)))
+                    items.append(f"{name} of parameter group {index} of optimizer {number}: {plain!r}")
     for flat in flat_params:
-        items.append((flat.name, repr([(item.name, item.start, item.stride) for item in flat.param_views])))
+        items.append(f"{flat.name}: {[(item.name, item.start, item.stride) for item in flat.param_views]}")
     settings = {
         "the arguments of the strategy": setup.config,
         "the dtype of autocast": setup.autocast,
@@ -147,4 +145,4 @@ def describe_training(
         "hooks that may read gradients": setup.defer_to_user_hooks,
         "gradient accumulation": setup.sums_gradients,
     }
-    return items + [(name, repr(value)) for name, value in settings.items()]
+    return items + [f"{name}: {value!r}" for name, value in settings.items()]

@@ -4,7 +4,6 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -14,8 +13,8 @@ from lightning_ssd.device import CopyEngine
 from lightning_ssd.model_states.journal import (
     CommitRecord,
     RunFingerprint,
+    check_paths,
     has_commit_record,
-    parse_commit_record,
     read_commit_record,
     remove_record,
 )
@@ -31,7 +30,7 @@ from lightning_ssd.model_states.stores import (
     VersionedBuffers,
 )
 from lightning_ssd.sizes import parse_bytes
-from lightning_ssd.storage import Blob, BlobStore, PrivateDirectory, SharedFiles, Slab, StoreManifest
+from lightning_ssd.storage import Blob, BlobStore, PrivateDirectory, Slab, StoreManifest
 from lightning_ssd.types import OffloadTierName
 
 log = logging.getLogger(__name__)
@@ -67,12 +66,13 @@ class KilledRun:
             for directory in directories:
                 remove_record(directory)
             return None
-        self.record = read_commit_record(directories, self._layouts, self._settings, self._size)
+        check_paths(directories)
+        self.read(directories[0], 0)
         return None if self.record is None else self.record.kept
 
-    def adopt(self, content: bytes, file: Path, rank: int) -> None:
-        """Makes the record that rank 0 has read, whose content is from `file`, that of another rank."""
-        self.record = parse_commit_record(content, file, self._layouts, self._settings, rank, self._size)
+    def read(self, directory: PrivateDirectory, rank: int) -> None:
+        """Reads the record in the directory of the first path, for one of the ranks."""
+        self.record = read_commit_record(directory, self._layouts, self._settings, rank, self._size)
 
 
 def make_staging(
@@ -84,7 +84,7 @@ def make_staging(
     killed: KilledRun | None,
     layouts: Sequence[Layout] = (),
     ranks: RankStates | None = None,
-) -> tuple[StateStaging | None, Sequence[Blob] | None]:
+) -> StateStaging | None:
     """Returns the scratch space, memory and threads of flat parameters on SSDs; None if there are none.
 
     Several ranks share the files, which rank 0 makes and removes.
@@ -98,55 +98,46 @@ def make_staging(
         layouts: layouts of the flat parameters; needed for several ranks.
         ranks: what several ranks share; None: there is one rank.
 
-    Returns:
-        The scratch space, and the blobs of all flat parameters in their order, for `make_store`. None in place of the
-        blobs: the stores allocate them.
-
     Raises:
         StorageError: host memory or scratch space can't be allocated.
         RankError: another rank has failed, such as for lack of space.
     """
     if memory_plan.ssd == 0 and killed is None:
-        return None, None
+        return None
     paths, messages = storage.paths(default_path), None if ranks is None else ranks.ranks.messages
-    is_first = messages is None or messages.rank == 0
     capacity = None if storage.ssd_capacity is None else parse_bytes(storage.ssd_capacity, "ssd_capacity")
     open_store = partial(BlobStore, paths, device=device, backend=storage.backend, checksum=storage.checksum)
-    blobs: Sequence[Blob] | None = None
-    content = b""
-    """The record that rank 0 has read; empty on rank 0."""
+    blobs: Sequence[Blob] = ()
     with contextlib.ExitStack() as undo:
-        if is_first:
+        if messages is not None and messages.rank > 0:
+            nothing: StoreManifest | None = None
+            files = messages.exchange(nothing)[0]
+            assert files is not None
+            store, blobs = open_store(join=files), files.blobs
+            undo.callback(store.close, remove=False)
+            if killed is not None:
+                killed.read(store.directory, messages.rank)
+        else:
             processes = 1 if messages is None else messages.size
             store = open_store(
                 capacity=None if capacity is None else capacity * processes,
                 keep=killed is not None,
                 find_manifest=killed,
-                shared=ranks is not None,
             )
-        else:
-            assert messages is not None
-            shared: tuple[SharedFiles, bytes] = messages.broadcast()
-            files, content = shared
-            blobs = files.manifest.blobs
-            store = open_store(join=files)
-        is_new = is_first and (killed is None or killed.record is None)
-        undo.callback(store.close, remove=is_new)
-        if is_new:
-            store.reserve(memory_plan.ssd)
-        if messages is not None and killed is not None and content:
-            killed.adopt(content, store.directory.path / "journal", messages.rank)
-        if killed is not None and killed.record is not None:
-            blobs = killed.record.kept.blobs
-        elif ranks is not None and is_first:
-            blobs = list(_allocate(store, layouts, memory_plan, ranks, len(paths)))
-        if messages is not None and is_first:
-            assert blobs is not None
             record = None if killed is None else killed.record
-            messages.broadcast((store.share(blobs), b"" if record is None else record.content))
-        staging = StateStaging.make(store, memory_plan.param_staging, memory_plan.staging, pin=device.type == "cuda")
+            undo.callback(store.close, remove=record is None)
+            if record is not None:
+                blobs = record.kept.blobs
+            else:
+                store.reserve(memory_plan.ssd)
+                if ranks is not None:
+                    blobs = list(_allocate(store, layouts, memory_plan, ranks, len(paths)))
+            if messages is not None:
+                messages.exchange(store.share(blobs))
+        pin = device.type == "cuda"
+        staging = StateStaging.make(store, memory_plan.param_staging, memory_plan.staging, pin=pin, adopted=blobs)
         undo.pop_all()
-    return staging, blobs
+    return staging
 
 
 def _allocate(
@@ -157,7 +148,7 @@ def _allocate(
     If there are as many paths as ranks, each owner has paths of its own, as far as these have room.
     """
     for layout, *tiers in zip(layouts, memory_plan.weights, memory_plan.opt_state, strict=True):
-        owner, size = ranks.owner_of(layout.flat), ranks.ranks.size
+        owner, size = ranks.owners[layout.flat], ranks.ranks.size
         own = range(owner, num_paths, size) if num_paths >= size else ()
         for tier, nbytes in zip(tiers, (layout.flat.nbytes, layout.opt_state_bytes), strict=True):
             for _ in range(layout.versions if tier == "ssd" and nbytes else 0):
@@ -171,7 +162,6 @@ def make_store(
     copies: CopyEngine,
     undo: contextlib.ExitStack,
     *,
-    blobs: Iterator[Blob] | None = None,
     ranks: RankStates | None = None,
 ) -> StateStore:
     """Returns an empty store of a flat parameter.
@@ -182,7 +172,6 @@ def make_store(
         staging: scratch space.
         copies: copies of the device.
         undo: frees the buffers.
-        blobs: allocated blobs, which are used in order; None: new ones.
         ranks: allocates host memory that all ranks share; None: there is one rank.
 
     Raises:
@@ -190,7 +179,7 @@ def make_store(
     """
     of_weights, of_opt_state = tiers
     pin = copies.device.type == "cuda"
-    make = partial(make_buffer, staging=staging, undo=undo, versions=layout.versions, blobs=blobs)
+    make = partial(make_buffer, staging=staging, undo=undo, versions=layout.versions)
     share = None if ranks is None else partial(ranks.allocate, layout.flat)
     weights = make(layout.flat.nbytes, of_weights, share=share and partial(share, pin=pin))
     assert weights is not None
@@ -205,7 +194,6 @@ def make_buffer(
     undo: contextlib.ExitStack,
     *,
     versions: int,
-    blobs: Iterator[Blob] | None = None,
     share: "Callable[[int], Slab] | None" = None,
 ) -> StateBuffer | None:
     """Returns a buffer of `nbytes` bytes, which `undo` frees; None for no bytes. Arguments as in `make_store`.
@@ -220,7 +208,6 @@ def make_buffer(
         buffer = HostBuffer(nbytes, versions=versions, memory=memory)
     else:
         assert staging is not None
-        adopted = None if blobs is None else list(islice(blobs, versions))
-        buffer = SSDBuffer(nbytes, staging.store, versions=versions, blobs=adopted)
+        buffer = SSDBuffer(nbytes, staging, versions=versions)
     undo.callback(buffer.free)
     return buffer

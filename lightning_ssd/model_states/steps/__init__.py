@@ -9,7 +9,7 @@ The modules, in the order in which they are best read:
 - `step`: the step of one flat parameter, from the arrival of its gradient to its commit.
 - `rank_steps`: sums of gradients over ranks, and steps that another rank makes.
 - `host_sums`: sums of gradients over hosts.
-- `rank_reduction`: when the gradients of all ranks are reduced.
+- `rank_reduction`: gradients of ranks that torch reduces, and buffers.
 - `weights_first`: units whose compute weights are stepped before the rest.
 - `step_records`: the steps that the journal of `recover=True` has recorded.
 - `step_history`: the last steps, and the roll-back of those that were committed in part.

@@ -1,12 +1,15 @@
 """`HostSums`: sums of gradients over hosts, of one flat parameter after the other, in the same order on all hosts."""
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
+from itertools import count
 
 from lightning_ssd.device import Worker
 from lightning_ssd.futures import Future, finished, pass_on
 from lightning_ssd.model_states.gradients import Gradient
 from lightning_ssd.model_states.units import FlatParameter
-from lightning_ssd.ranks import HostGroup, RankError
+from lightning_ssd.ranks import RankError, Ranks
 
 
 class HostSums:
@@ -21,43 +24,38 @@ class HostSums:
     Ownership: `Gradient.accum` belongs to the sum from the end of its dependencies until its future is done.
 
     Args:
-        group: collectives with the other hosts, of the thread `hosts` alone.
+        ranks: collectives with the other hosts.
         flat_params: flat parameters that this rank owns, in the order of the model.
     """
 
-    def __init__(self, group: HostGroup, flat_params: Sequence[FlatParameter]) -> None:
-        self._group = group
+    def __init__(self, ranks: Ranks, flat_params: Sequence[FlatParameter]) -> None:
+        self._ranks = ranks
         self._worker = Worker("hosts")
-        self._numbers = {flat: number for number, flat in enumerate(reversed(flat_params))}
-        self._turns = dict.fromkeys(flat_params, 0)
-        self._ends: dict[int, Future[None]] = {-1: finished(None)}
-        """Ends of sums that a submitted sum waits for, or may have to: by turn and number."""
+        self._places = {flat: count(first, len(flat_params)) for first, flat in enumerate(reversed(flat_params))}
+        """Places of the next sums of each flat parameter in the order of all sums."""
+        self._ends: defaultdict[int, Future[None]] = defaultdict(Future, {-1: finished(None)})
+        """Ends of sums that a submitted sum waits for, or may have to, by place."""
 
     def submit(
         self,
         flat: FlatParameter,
         gradient: Gradient,
-        alike: Callable[[], object],
+        alike: object,
         after: "Future[None]",
-        then: Callable[[], None],
     ) -> "Future[None]":
         """Submits the sum of `Gradient.accum`, which becomes the mean of all hosts, and of `Gradient.has_accum`.
 
-        `alike` returns a value that must be equal on all hosts. `after` is done when this host's mean is in
-        `Gradient.accum`. `then` is called on the thread `hosts` after the sum; the result is done when it has returned.
+        `alike` must be equal on all hosts. `after` is done when this host's mean is in `Gradient.accum`. The result is
+        done when the sum is, on the thread `hosts`.
         """
-        place = self._turns[flat] * len(self._turns) + self._numbers[flat]
-        self._turns[flat] += 1
-        before, end = self._ends.setdefault(place - 1, Future()), self._ends.setdefault(place, Future())
-
-        def run() -> None:
-            self._sum(flat, gradient, alike())
-            then()
+        place = next(self._places[flat])
+        before, end = self._ends[place - 1], self._ends[place]
 
         def finish(future: "Future[None]") -> None:
             del self._ends[place - 1]  # both sums have been submitted
             pass_on(future, end)
 
+        run = partial(self._sum, flat, gradient, alike)
         self._worker.submit(run, [after, before]).add_done_callback(finish)
         return end
 
@@ -71,8 +69,9 @@ class HostSums:
         Raises:
             RankError: another host trains differently, or a process of one has ended.
         """
-        own = gradient.has_accum
-        found = self._group.exchange((alike, own))
+        own, group = gradient.has_accum, self._ranks.hosts
+        assert group is not None
+        found = self._ranks.gather((alike, own), group)
         if any([of_host != alike for of_host, _ in found]):
             raise RankError(
                 f"hosts step {flat.name} with different options of the optimizer, or user code reads its gradients or "
@@ -85,4 +84,4 @@ class HostSums:
         for item, has in zip(flat.param_views, own, strict=True):
             if not has:
                 total[item.start : item.start + item.numel].zero_()
-        self._group.sum(total)
+        self._ranks.sum(total, group)

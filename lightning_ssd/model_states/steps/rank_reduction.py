@@ -1,14 +1,10 @@
-"""When several ranks reduce gradients and buffers; and those of parameters that are not offloaded, by torch."""
+"""What ranks reduce by torch, besides flat parameters: gradients of parameters that are not offloaded, and buffers."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from lightning_ssd.model_states.gradients import GradientOffloader
-from lightning_ssd.model_states.steps.rank_steps import RankSteps
-from lightning_ssd.model_states.steps.running_step import RunningStep
 from lightning_ssd.ranks import Ranks
 
 BUCKET = 2**23
@@ -16,38 +12,25 @@ BUCKET = 2**23
 
 
 class RankReduction:
-    """Reduces the gradients of a micro-batch over ranks, in the same order on all of them, and passes on buffers.
+    """Reduces gradients of parameters that are not offloaded over ranks, and passes on buffers.
 
     Threads: the training thread.
 
     Args:
         ranks: memory and messages of this rank.
-        steps, gradients, running: the parts of `ModelStates`.
         residents: parameters that are in no flat parameter, with their names, in the same order on all ranks.
         buffers: returns the buffers of the model.
-        last_micro_batch: whether a step follows the micro-batch whose backward ends.
-
-    Attributes:
-        steps: as the argument.
     """
 
     def __init__(
         self,
         ranks: Ranks,
-        steps: RankSteps,
         residents: Sequence[tuple[str, nn.Parameter]],
         buffers: Callable[[], Iterable[Tensor]],
-        gradients: GradientOffloader,
-        running: RunningStep,
-        last_micro_batch: Callable[[], bool],
     ) -> None:
-        self.steps = steps
         self._ranks = ranks
         self._residents = residents
         self._buffers = buffers
-        self._gradients = gradients
-        self._running = running
-        self._last_micro_batch = last_micro_batch
         self._buffers_differ = True
         """Whether buffers were not made those of rank 0 since the last reduction: as under DDP, they are then."""
 
@@ -57,45 +40,20 @@ class RankReduction:
             self._buffers_differ = False
             self._ranks.broadcast(self._buffers())
 
-    def check_backward(self) -> None:
-        """Checks gradients that are about to be used.
-
-        Raises:
-            RuntimeError: user code has called a backward, which Lightning does not know, and no rank has reduced it.
-        """
-        if self._gradients.backward.arriving:
-            raise RuntimeError(
-                "user code has called `backward` of a tensor, whose gradients several devices don't reduce. Call "
-                "`self.manual_backward(loss)` instead."
-            )
-
-    def end_backward(self, submit_remaining: Callable[[Optimizer], None]) -> None:
-        """Reduces the gradients, if a step may follow.
-
-        Args:
-            submit_remaining: submits the steps of an optimizer's flat parameters that backward has not submitted.
-
-        Raises:
-            RuntimeError: a gradient of a parameter that is not offloaded is sparse, or in fp64.
-            RankError: another rank has failed.
-        """
-        if not self._last_micro_batch():
-            return
-        self._buffers_differ = True
-        if self._running.defer_to_user_hooks:
-            self.steps.reduce()
-        elif (optimizer := self._running.optimizer) is not None:
-            submit_remaining(optimizer)
-        if self._residents:
-            self._reduce_residents()
-
     @torch.no_grad()
-    def _reduce_residents(self) -> None:
+    def reduce(self) -> None:
         """Replaces gradients of parameters that are not offloaded by their mean over ranks, which torch sums in fp32.
 
         A parameter without a gradient on any rank keeps none. One without a gradient on some ranks has zeros there, as
         in torch's DDP.
+
+        Raises:
+            RuntimeError: a gradient is sparse, or in fp64.
+            RankError: another rank has failed.
         """
+        self._buffers_differ = True
+        if not self._residents:
+            return
         own = [_has_gradient(name, parameter) for name, parameter in self._residents]
         # The messages of all ranks precede the collective, which would end with another error if a rank had failed.
         flags = self._ranks.exchange(own)

@@ -29,12 +29,12 @@ needs the values again, it begins a turn with a checksum of its copy (`write`): 
 alike, and posts `T.STEP`. A rank that has not written begins another turn, which differs.
 """
 
-import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
 import torch
+import xxhash
 from torch import Tensor
 
 from lightning_ssd.device import CopyEngine, Worker
@@ -46,6 +46,7 @@ from lightning_ssd.model_states.steps.host_sums import HostSums
 from lightning_ssd.model_states.stores import StagedState, StateStore
 from lightning_ssd.model_states.units import FlatParameter, ParamView
 from lightning_ssd.ranks import RankError, Topic
+from lightning_ssd.storage import Hashes
 from lightning_ssd.waits import wait_for, wait_for_all
 
 
@@ -114,17 +115,15 @@ class RankSteps:
         self._gradients = gradients
         self._copies = copies
         self._worker = worker
-        sums = states.ranks.sums
-        self._hosts = None if sums is None else HostSums(sums, [flat for flat in flat_optimizers if states.owns(flat)])
+        owned = [flat for flat in flat_optimizers if states.owns(flat)]
+        self._hosts = None if states.ranks.hosts is None else HostSums(states.ranks, owned)
         """Sums over hosts. None: there is one host."""
         self._written: dict[FlatParameter, int] = {}
         """Checksums of weights that user code has written since the last sum, which other hosts compare at the next."""
         self._turns = dict.fromkeys(stores, 0)
         """Number of each flat parameter's last turn."""
-        self._has_grad: dict[FlatParameter, Sequence[bool]] = {}
-        """For each parameter, whether a rank has had a gradient of it in the last sum."""
-        self._not_finite: set[FlatParameter] = set()
-        """Flat parameters whose last sum is not finite."""
+        self._sums: dict[FlatParameter, _Sum] = {}
+        """The last sum of each flat parameter."""
 
     def owns(self, flat: FlatParameter) -> bool:
         """Whether this rank steps `flat`."""
@@ -132,9 +131,13 @@ class RankSteps:
 
     # ---- the begin of a turn ----
 
+    def _key(self, flat: FlatParameter) -> tuple[int, int]:
+        """Returns number and turn of messages about the last turn of `flat`."""
+        return self._states.numbers[flat], self._turns[flat]
+
     def _begin(
         self, flat: FlatParameter, on_host: "Future[None]", describe: Callable[[], _Ready]
-    ) -> "Future[Mapping[int, _Ready]]":
+    ) -> "Future[dict[int, _Ready]]":
         """Begins the next turn of `flat`, whose weights this rank does not read any more.
 
         Args:
@@ -143,32 +146,26 @@ class RankSteps:
             describe: returns what the owner has to know, once `on_host` is done.
 
         Returns:
-            On the owner, the messages of all ranks, which agree; on the others, a future that is done when their
-            message is posted. If it fails, all ranks do.
+            On the owner, the messages of all ranks, which agree; on the others, their own. If it fails, all ranks do.
         """
         self._turns[flat] += 1
-        messages, owner = self._messages, self._states.owner_of(flat)
-        key = Topic.READY, self._states.numbers[flat], self._turns[flat]
+        messages, key = self._messages, (Topic.READY, *self._key(flat))
         # Copies of the weights to the device precede the mark: the compute stream waited for them when it evicted.
         read = self._copies.on_d2h(self._copies.mark(awaited=True))
-        own = then(all_of([on_host, read]), lambda _: finished(describe()))
+        own = then(all_of([on_host, read]), lambda _: finished({messages.rank: describe()}))
+        if not self.owns(flat):
+            messages.post_after(own, *key, lambda: own.result()[messages.rank], [self._states.owners[flat]])
+            return own
+        others: Future[dict[int, _Ready]] = messages.collect(*key, messages.others)
 
-        def post(content: _Ready) -> "Future[Mapping[int, _Ready]]":
-            messages.post(*key, content, [owner])
-            return finished({})
-
-        def compare(_: None) -> "Future[Mapping[int, _Ready]]":  # on the thread that completes the last of both
-            contents = {**others.result(), messages.rank: own.result()}
+        def compare(_: None) -> "Future[dict[int, _Ready]]":  # on the thread that completes the last of both
+            contents = others.result() | own.result()
             self._check_alike(flat, contents)
             return finished(contents)
 
-        if self.owns(flat):
-            others: Future[dict[int, _Ready]] = messages.collect(*key, messages.others)
-            begun = then(all_of([own, others]), compare)
-        else:
-            begun = then(own, post)
-        own.add_done_callback(messages.fail_with)
-        begun.add_done_callback(messages.fail_with)
+        begun = then(all_of([own, others]), compare)
+        for future in (own, begun):
+            future.add_done_callback(messages.fail_with)
         return begun
 
     # ---- sums ----
@@ -194,28 +191,26 @@ class RankSteps:
         Returns:
             A future that is done when the owner has all gradients, `Gradient.mean`, and norms of the mean are known.
         """
-        gradient, messages, owner = self._gradients[flat], self._messages, self._states.owner_of(flat)
+        gradient, messages, owner = self._gradients[flat], self._messages, self._states.owners[flat]
         norms = None if options is None else self._gradients.norms.to_sum(flat)
 
         def describe() -> _Ready:
             return _Ready(_show(options), tuple(gradient.has_accum if arrived is None else arrived), arrived is None)
 
         begun = self._begin(flat, on_host, describe)
-        key = Topic.SUM, self._states.numbers[flat], self._turns[flat]
+        key = Topic.SUM, *self._key(flat)
 
-        def note(contents: Mapping[int, _Sum]) -> "Future[None]":  # on the thread `ranks`
-            found = contents[owner]
-            gradient.end_step()
-            self._has_grad[flat] = found.has_grad
-            keep(found.norms, found.has_grad, finite=found.finite)
-            return finished(None)
-
-        def keep(values: Sequence[float], has_grad: Sequence[bool], *, finite: bool) -> None:
-            (self._not_finite.discard if finite else self._not_finite.add)(flat)
+        def keep(found: _Sum) -> None:
+            self._sums[flat] = found
             if norms is not None:
                 norms.clear()
-                for item, value in zip(_present(flat, has_grad), values, strict=True):
+                for item, value in zip(_present(flat, found.has_grad), found.norms, strict=True):
                     norms[item.parameter] = torch.tensor(value, dtype=torch.float32)
+
+        def note(contents: Mapping[int, _Sum]) -> "Future[_Sum]":  # on the thread `ranks`
+            gradient.end_step()
+            keep(contents[owner])
+            return finished(contents[owner])
 
         if not self.owns(flat):
             summed: Future[dict[int, _Sum]] = messages.collect(*key, [owner])
@@ -230,7 +225,7 @@ class RankSteps:
             if self._hosts is None:
                 tell()
 
-        def tell() -> None:  # on the same, or on that of sums over hosts
+        def tell() -> "Future[None]":  # on the same, or on that of sums over hosts
             mean, finite, values = gradient.mean, True, []
             assert mean is not None
             if norms is not None:
@@ -238,18 +233,16 @@ class RankSteps:
                 values = [float(mean.norm(span)) for span in spans]
                 # A norm of finite gradients may be infinite.
                 finite = all(isfinite(norm) or mean.is_finite(span) for norm, span in zip(values, spans, strict=True))
-            keep(values, gradient.has_accum, finite=finite)
-            messages.post(*key, _Sum(gradient.has_accum, values, finite), messages.others)
+            found = _Sum(gradient.has_accum, values, finite)
+            keep(found)
+            messages.post(*key, found, messages.others)
+            return finished(None)
 
         last = self._stores[flat].stepped  # which uses the last mean, or writes weights
         gradient.summed = self._worker.submit(compute, [begun, last], priority=priority)
         if self._hosts is not None:
-            written = self._written.pop(flat, 0)
-
-            def alike() -> object:  # on the thread of sums over hosts
-                return written, begun.result()[messages.rank].alike
-
-            gradient.summed = self._hosts.submit(flat, gradient, alike, gradient.summed, tell)
+            alike = self._written.pop(flat, 0), _show(options)
+            gradient.summed = then(self._hosts.submit(flat, gradient, alike, gradient.summed), lambda _: tell())
         return gradient.summed
 
     def reduce(self) -> None:
@@ -269,15 +262,15 @@ class RankSteps:
             wait_for(gradient.summed, "gradients of other ranks")
             gradient.mean = None  # it is in `accum`
             if not self.owns(flat):
-                gradient.has_accum = list(self._has_grad[flat])
-                gradient.accumulated().copy_(self._states.gradients[flat].sums[self._states.owner_of(flat)])
+                gradient.has_accum = list(self._sums[flat].has_grad)
+                gradient.accumulated().copy_(self._states.gradients[flat].sums[self._states.owners[flat]])
             present = [index for index, has_gradient in enumerate(gradient.has_accum) if has_gradient]
             for index in present:
                 gradient.set_accumulated(index)
             self._gradients.norms.remeasure(flat, present)
         self._messages.exchange("copied")  # from now on, owners may change the sums
 
-    def evicted(self, flat: FlatParameter, options: Options | None) -> "Future[Mapping[int, _Ready]]":
+    def evicted(self, flat: FlatParameter, options: Options | None) -> "Future[dict[int, _Ready]]":
         """Begins the turn of the step of `flat`, whose mean this rank has by `reduce`; no `options`: there is no step.
 
         Returns:
@@ -322,7 +315,7 @@ class RankSteps:
         """Returns whether the sums of flat parameters, for which it waits, are finite, if their norms are measured."""
         for flat in flat_params:
             wait_for(self._gradients[flat].summed, "gradients")
-        return self._not_finite.isdisjoint(flat_params)
+        return all([self._sums[flat].finite for flat in flat_params if flat in self._sums])
 
     def end_failed_sums(self) -> None:
         """After a failure, ends sums over hosts: they may wait for others, which are not submitted any more."""
@@ -343,12 +336,14 @@ class RankSteps:
         done: "Future[None]",
         scale: "Future[float | None]",
     ) -> None:
-        """Tells other ranks of a step of `flat` that this rank makes.
+        """Tells other ranks of a step of `flat`, if this rank makes it.
 
         `weights` and `done` are done when the compute weights, and all values, have their new values. `scale` is done
         before; None: the step is skipped.
         """
-        messages, store, key = self._messages, self._stores[flat], (self._states.numbers[flat], self._turns[flat])
+        if not self.owns(flat):
+            return
+        messages, store, key = self._messages, self._stores[flat], self._key(flat)
         messages.post_after(weights, Topic.WEIGHTS, *key, lambda: None, messages.others)
         stored = then(done, store.written)
         made = scale.result
@@ -359,23 +354,23 @@ class RankSteps:
 
         `reduced`: this rank has the mean gradient, by `reduce`.
         """
-        owner, key = self._states.owner_of(flat), (self._states.numbers[flat], self._turns[flat])
+        owner, key = self._states.owners[flat], self._key(flat)
         gradient, store = self._gradients[flat], self._stores[flat]
-        has_grad = list(gradient.has_accum) if reduced else None
+        has_grad, summed = list(gradient.has_accum) if reduced else None, gradient.summed
         written: Future[dict[int, None]] = self._messages.collect(Topic.WEIGHTS, *key, [owner])
-        stepped: Future[dict[int, tuple[bool, bytes]]] = self._messages.collect(Topic.STEP, *key, [owner])
+        stepped: Future[dict[int, tuple[bool, Hashes]]] = self._messages.collect(Topic.STEP, *key, [owner])
 
         def count(_: None) -> "Future[None]":  # on the thread that completes the last of both, mostly `ranks`
             made, hashes = stepped.result()[owner]
             if made:
-                self._flat_optimizers[flat].commit(self._has_grad[flat] if has_grad is None else has_grad, options)
+                self._flat_optimizers[flat].commit(has_grad or summed.result().has_grad, options)
                 store.commit()
                 store.adopt_hashes(hashes)
             if reduced:
                 gradient.end_step()
             return finished(None)
 
-        done = then(all_of([stepped, gradient.summed]), count)  # which has noted the parameters with a gradient
+        done = then(all_of([stepped, summed]), count)
         # Until the commit, the weights are those of the version before; on SSDs, their hashes are, too.
         if store.layout.versions == 2 or store.buffers.weights.tier == "ssd":
             return done, done
@@ -392,40 +387,28 @@ class RankSteps:
             loaded: values with optimizer states that were loaded: in shared memory, where they are stored, or from
                 SSDs, where the owner stores them with the weights; then they belong to the write. None: there are none.
         """
-        store, messages, number = self._stores[flat], self._messages, self._states.numbers[flat]
+        store, messages = self._stores[flat], self._messages
         if loaded is not None and loaded.memory is None:
             loaded = None
         if loaded is None and store.is_unchanged(masters):
             return
-        checksum = _checksum(masters)
-        self._written[flat] = zlib.crc32(checksum.to_bytes(4, "little"), self._written.get(flat, 0))
+        checksum = xxhash.xxh3_64_intdigest(masters.numpy().data)
+        self._written[flat] = hash((self._written.get(flat, 0), checksum))
         begun = self._begin(flat, finished(None), lambda: _Ready(checksum))
-        key = Topic.STEP, number, self._turns[flat]
+        key = Topic.STEP, *self._key(flat)
         if self.owns(flat):
             made = self._worker.submit(lambda: store.checkin(masters, apart=True, staged=loaded), [begun], priority=0)
             written = then(made, store.written)
             messages.post_after(written, *key, lambda: (True, store.hashes()), messages.others)
         else:
-            owner = self._states.owner_of(flat)
+            owner = self._states.owners[flat]
 
-            def adopt(contents: Mapping[int, tuple[bool, bytes]]) -> "Future[None]":  # on the thread `ranks`
+            def adopt(contents: Mapping[int, tuple[bool, Hashes]]) -> "Future[None]":  # on the thread `ranks`
                 store.adopt_hashes(contents[owner][1])
                 return finished(None)
 
             written = then(messages.collect(*key, [owner]), adopt)
         store.announce_step(written, written)
-
-    def begin_load(self) -> None:
-        """Prepares optimizer states to be loaded: all ranks load them, once none reads those before any more.
-
-        Raises:
-            RankError: another rank has failed.
-        """
-        self._messages.exchange("load")
-
-
-_ROW = 2**12
-"""Elements of a row, of which a checksum is computed."""
 
 
 def _show(options: Options | None) -> str | None:
@@ -433,19 +416,6 @@ def _show(options: Options | None) -> str | None:
     if options is None:
         return None
     return repr(sorted((key, one.tolist() if isinstance(one, Tensor) else one) for key, one in options.items()))
-
-
-def _checksum(masters: Tensor) -> int:
-    """Returns a checksum of the bits of weights that user code has written.
-
-    That of `zlib` takes one thread and 1 s/GB: it is computed of sums of rows and columns, which all threads compute.
-    """
-    words = masters.view(torch.int32)
-    rows = words[: words.numel() // _ROW * _ROW].view(-1, _ROW)
-    checksum = 0
-    for part in (rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64), words[rows.numel() :]):
-        checksum = zlib.crc32(part.numpy().data, checksum)
-    return checksum
 
 
 def _present(flat: FlatParameter, has_grad: Sequence[bool]) -> list[ParamView]:

@@ -30,7 +30,7 @@ from lightning_ssd.model_states.placement import Setup
 from lightning_ssd.model_states.steps.device_stepper import DeviceStepper
 from lightning_ssd.model_states.steps.device_steps import DeviceSteps
 from lightning_ssd.model_states.steps.gradient_clipping import GradientClipping
-from lightning_ssd.model_states.steps.rank_reduction import RankReduction
+from lightning_ssd.model_states.steps.rank_steps import RankSteps
 from lightning_ssd.model_states.steps.running_step import RunningStep
 from lightning_ssd.model_states.steps.step import OptimizerStep, Submitted
 from lightning_ssd.model_states.steps.step_history import StepHistory
@@ -71,7 +71,7 @@ class StepScheduler:
         device_steps: the flat parameters that the device steps; owned.
         running: the step that runs.
         clipping: how the jobs of the next steps clip.
-        reduction: reduces gradients over ranks, and passes on the steps of other ranks; None: there is one rank.
+        ranks: sums gradients over ranks, and passes on the steps of other ranks; None: there is one rank.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class StepScheduler:
         device_steps: DeviceSteps,
         running: RunningStep,
         clipping: GradientClipping,
-        reduction: RankReduction | None,
+        ranks: RankSteps | None,
     ) -> None:
         self._offloaded = offloaded
         self._stores = offloaded.stores
@@ -104,8 +104,7 @@ class StepScheduler:
         self._records = records
         self._running = running
         self._clipping = clipping
-        self._reduction = reduction
-        self._ranks = None if reduction is None else reduction.steps
+        self._ranks = ranks
         self._weights_first = WeightsFirst(len(offloaded_units))
         self._device_steps = device_steps
         self._waited = 0.0
@@ -266,11 +265,10 @@ class StepScheduler:
         self.history.submit(flat)
         if self._ranks is None or self._ranks.owns(flat):
             weights, done = self._begin_step(flat, step, stepper, on_host, ready)
-            gradient.submit_step(done)
         else:
             weights, done = self._ranks.follow(flat, options, reduced=reduced)
-            gradient.submit_step(done)  # the owner reads it until then, or this rank has reduced it
-        if self._ranks is not None and self._ranks.owns(flat):
+        gradient.submit_step(done)  # the owner of several ranks reads it until then, or this rank has reduced it
+        if self._ranks is not None:
             self._ranks.announce(flat, weights, done, self._decision.scale)
         store.announce_step(weights, done)
         self._submitted[flat] = done
@@ -317,8 +315,11 @@ class StepScheduler:
         Raises:
             RuntimeError: user code has called it, and there are several ranks; or another rank has failed.
         """
-        if self._reduction is not None and by_user:
-            self._reduction.check_backward()
+        if self._ranks is not None and by_user and self._gradients.backward.arriving:
+            raise RuntimeError(
+                "user code has called `backward` of a tensor, whose gradients several devices don't reduce. Call "
+                "`self.manual_backward(loss)` instead."
+            )
         self._gradients.end_backward()
         for flat, gradient in self._gradients.items():
             if any(gradient.arrived):
@@ -326,9 +327,14 @@ class StepScheduler:
                     self.submit(flat)
                 elif flat.shared or not (self._running.defer_to_user_hooks and gradient.may_stay):
                     self._gradients.accumulate(flat)
-        if self._reduction is not None and not by_user:
+        if self._ranks is not None and not by_user:
             self._staged.unstage()  # other ranks, for which this one waits, may wait for its changes
-            self._reduction.end_backward(self._submit_remaining)
+            if not self._setup.last_micro_batch():
+                return
+            if self._running.defer_to_user_hooks:
+                self._ranks.reduce()
+            elif (optimizer := self._running.optimizer) is not None:
+                self._submit_remaining(optimizer)
 
     def end(self) -> None:
         """Ends the step on the training thread; submitted jobs go on.

@@ -3,6 +3,7 @@
 import contextlib
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -218,9 +219,8 @@ class SSDBuffer(StateBuffer):
 
     Args:
         nbytes: bytes to store.
-        store: allocates and transfers the blobs.
+        staging: allocates and transfers the blobs. The bytes of adopted ones are valid after `adopt`.
         versions: 1 or 2.
-        blobs: allocated blobs, whose bytes `adopt` makes valid; None: new ones.
 
     Attributes:
         blobs: one for each version.
@@ -231,15 +231,15 @@ class SSDBuffer(StateBuffer):
 
     tier = "ssd"
 
-    def __init__(self, nbytes: int, store: BlobStore, *, versions: int, blobs: Sequence[Blob] | None) -> None:
+    def __init__(self, nbytes: int, staging: "StateStaging", *, versions: int) -> None:
         self.nbytes = nbytes
         self.versions = versions
         self.staging_bytes = align_up(nbytes)
-        self._store = store
-        self.blobs = list(blobs or ())
+        self._store = staging.store
+        self.blobs: list[Blob] = []
         try:
             while len(self.blobs) < versions:
-                self.blobs.append(store.allocate(nbytes))
+                self.blobs.append(staging.allocate(nbytes))
         except BaseException:
             self.free()
             raise
@@ -365,14 +365,18 @@ class StateStaging:
         store: scratch space.
         params: reads prefetched weights to pinned memory, of which it has one page if `store` takes device buffers.
         states: reads all values; their memory is owned as `StateStore` says.
+        adopted: allocated blobs, which `allocate` returns first: those of a killed run, or of all ranks.
     """
 
     store: BlobStore
     params: StagedReader
     states: StagedReader
+    adopted: deque[Blob]
 
     @classmethod
-    def make(cls, store: BlobStore, param_staging: int, staging: int, *, pin: bool) -> "StateStaging":
+    def make(
+        cls, store: BlobStore, param_staging: int, staging: int, *, pin: bool, adopted: Iterable[Blob] = ()
+    ) -> "StateStaging":
         """Returns scratch space with memory and threads. After an error, the caller closes `store`.
 
         Args:
@@ -380,14 +384,23 @@ class StateStaging:
             param_staging: bytes of memory for prefetched weights.
             staging: bytes of memory for all values.
             pin: page-lock the memory of prefetched weights.
+            adopted: as the attribute.
         """
         with contextlib.ExitStack() as undo:
             pools = _make_pools(store, param_staging, staging, pin=pin)
             for pool in pools:
                 undo.callback(pool.close)
-            made = cls(store, StagedReader(pools[0], "param-reader"), StagedReader(pools[1], "state-reader"))
+            readers = StagedReader(pools[0], "param-reader"), StagedReader(pools[1], "state-reader")
             undo.pop_all()
-        return made
+        return cls(store, *readers, deque(adopted))
+
+    def allocate(self, nbytes: int) -> Blob:
+        """Returns the next blob of `nbytes`.
+
+        Raises:
+            StorageFullError: there is no space.
+        """
+        return self.adopted.popleft() if self.adopted else self.store.allocate(nbytes)
 
     def resize(self, param_staging: int, staging: int, *, pin: bool) -> None:
         """Replaces the memory, which is not in use, by memory of other sizes. Arguments as in `make`."""

@@ -19,7 +19,7 @@ from lightning_ssd.model_states.stores.buffers import HostBuffer, SSDBuffer, Sta
 from lightning_ssd.model_states.stores.layout import Layout, StagedState
 from lightning_ssd.model_states.stores.versioned_buffers import VersionedBuffers
 from lightning_ssd.model_states.units import Loaded, ParamView, exact_value, same_bits
-from lightning_ssd.storage import PinnedBuffer, Slab, Urgency
+from lightning_ssd.storage import Hashes, PinnedBuffer, Slab, Urgency
 from lightning_ssd.waits import wait_for
 
 log = logging.getLogger(__name__)
@@ -247,14 +247,14 @@ class StateStore:
         """Returns a future that is done when the committed values are stored."""
         return self.buffers.written()
 
-    def hashes(self) -> bytes:
+    def hashes(self) -> Hashes:
         """Returns the hashes of the committed values on SSDs, which are stored, for `adopt_hashes` of other ranks."""
-        return b"" if self.staging is None else self.staging.store.hashes_of(self.buffers.committed_blobs())
+        return {} if self.staging is None else self.staging.store.hashes_of(self.buffers.committed_blobs())
 
-    def adopt_hashes(self, hashes: bytes) -> None:
+    def adopt_hashes(self, hashes: Hashes) -> None:
         """Adopts the hashes of the committed values on SSDs, which another rank has written."""
         if self.staging is not None:
-            self.staging.store.adopt_hashes(self.buffers.committed_blobs(), hashes)
+            self.staging.store.adopt_hashes(hashes)
 
     @property
     def stepped(self) -> "Future[Any]":
