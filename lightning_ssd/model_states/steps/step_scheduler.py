@@ -225,7 +225,7 @@ class StepScheduler:
         stepper = self._device_steps.stepper_of(flat) if self._overlap == "optimized" else None
         waiting: WaitingGradient | None = None
         arrived: list[bool] | None
-        if stepper is not None and len(gradient.on_device) == len(flat.param_views):
+        if stepper is not None and self._gradients.stays_on_device(flat):
             waiting, arrived = self._gradients.hand_over_on_device(flat)
             on_host = finished(None)  # no copy to host memory is waited for
         else:
@@ -345,7 +345,8 @@ class StepScheduler:
             self._decision.reset_checks()  # which are not of this step
             self._decision.merge_checks(dict(clipping.found))
         if (in_flight := self._decision.decide(clipping.scale)) is not None:
-            self._gradients.in_flight.add(*in_flight)
+            data, mark = in_flight
+            self._gradients.in_flight.add([data], mark)
         self._check_memory_is_stepped_once(optimizer)
         self._submit_remaining(optimizer)
         self._weights_first.note(self._gradients.pop_waited() + self._waited)

@@ -81,9 +81,14 @@ def in_memory_order(values: Tensor, stride: tuple[int, ...]) -> Tensor:
     Returns:
         A contiguous one-dimensional tensor of `values.numel()` elements; a view if `values` has these strides.
     """
-    if values.stride() != stride:
-        values = torch.empty_strided(values.shape, stride, dtype=values.dtype, device=values.device).copy_(values)
-    return values.as_strided((values.numel(),), (1,))
+    return with_stride(values, stride).as_strided((values.numel(),), (1,))
+
+
+def with_stride(values: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """Returns `values` if they have the strides `stride`, else a copy that has them."""
+    if values.stride() == stride:
+        return values
+    return torch.empty_strided(values.shape, stride, dtype=values.dtype, device=values.device).copy_(values)
 
 
 class FlatParameter:
