@@ -613,12 +613,16 @@ def _runs_on_memory(kind: Kind, args: Any, kwargs: Mapping[str, Any] | None) -> 
 
 
 def _in_forward(values: Iterable[Any], kind: Kind) -> bool:
-    """Returns whether a forward on this thread uses all parameters among `values`, and their views have memory."""
+    """Returns whether a forward on this thread, or a recomputation of one, uses all parameters among `values`, and
+    their views have memory.
+    """
     for value in values:
         of = type(value)
         if of is OffloadedParameter:
             flat = value.flat
-            if not (flat.users and flat.resident and flat.thread == get_ident()) or flat.shared:
+            thread = get_ident()
+            in_use = (flat.users and flat.thread == thread) or (flat.recomputed_by == thread and in_backward())
+            if not (in_use and flat.resident) or flat.shared:
                 return False
             if flat.mixed:
                 if not (kind is Kind.MATMUL and autocast_to(flat.dtype, flat.device)):
