@@ -12,20 +12,19 @@ class CopiesInFlight:
     """Keeps device bytes alive until the compute stream is ordered after their copies. Copies end in order.
 
     Threads: the training thread, or autograd's while that waits.
+
+    Attributes:
+        group_bytes: bytes of gradients that are copied together.
     """
 
     MAX_BYTES = 256 * 2**20
     """Most bytes of gradients on the device, in flight or waiting to be copied together with others."""
 
     def __init__(self, copies: CopyEngine) -> None:
+        self.group_bytes = self.MAX_BYTES // 4
         self._copies = copies
         self._in_flight: deque[tuple[Sequence[Tensor], Mark, int]] = deque()
         self._nbytes = 0
-
-    @property
-    def group_bytes(self) -> int:
-        """Bytes of gradients that are copied together."""
-        return self.MAX_BYTES // 4
 
     def add(self, tensors: Sequence[Tensor], mark: Mark) -> None:
         """Owns tensors on the device until the compute stream waits for `mark`, the mark of their copies.

@@ -321,7 +321,7 @@ class GradientOffloader:
                 for index in range(len(flat.param_views)):
                     measure_summed(gradient, flat, index, norms)
 
-        gradient.summed = self._worker.submit(run, [self._on_host(gradient)])
+        gradient.summed = self._worker.submit(run, [self._copies.on_d2h(gradient.mark)])
         gradient.set_consumed(gradient.summed)
         return gradient.consumed
 
@@ -338,21 +338,26 @@ class GradientOffloader:
 
     # ---- towards a step, or user code ----
 
-    def hand_over(self, flat: FlatParameter) -> "tuple[Future[None], list[bool] | None]":
+    def hand_over(self, flat: FlatParameter) -> list[bool] | None:
         """Passes the ownership of a gradient to a step; the caller passes the step's future to `set_consumed`.
 
-        Gradients on the device are offloaded.
+        Gradients on the device are offloaded. The step waits for `on_host`.
 
         Returns:
-            A future that is done when the gradient is on the host; and for each parameter, whether it has a gradient in
-            `Gradient.host_grad`, or None if the step uses the accumulated gradients.
+            For each parameter, whether it has a gradient in `Gradient.host_grad`; None: the step uses the accumulated
+            gradients.
         """
         gradient = self._gradients[flat]
         self.offload(flat)
         arrived = gradient.begin_step()
-        if arrived is None:
-            return (self.accumulate(flat) if any(gradient.arrived) else gradient.consumed), None
-        return self._on_host(gradient), arrived
+        if arrived is None and any(gradient.arrived):
+            self.accumulate(flat)
+        return arrived
+
+    def on_host(self, flat: FlatParameter, arrived: Sequence[bool] | None) -> "Future[None]":
+        """Returns a future that is done when a gradient is on the host that `hand_over` has passed, with its result."""
+        gradient = self._gradients[flat]
+        return gradient.consumed if arrived is None else self._copies.on_d2h(gradient.mark)
 
     def hand_over_on_device(self, flat: FlatParameter) -> "tuple[WaitingGradient, list[bool]]":
         """Passes the ownership of a gradient that is on the device as a whole to a step there, as `hand_over` does.
@@ -405,14 +410,10 @@ class GradientOffloader:
         for gradient in self._gradients.values():
             gradient.free()
 
-    def _on_host(self, gradient: Gradient) -> "Future[None]":
-        """Returns a future that is done when all copies of `gradient` that were issued are on the host."""
-        return self._copies.on_d2h(gradient.mark)
-
     def _wait_for_copies(self, flat: FlatParameter) -> None:
         """Returns when the gradients of `flat` that have arrived are in host memory."""
         self.offload(flat)
-        wait_for(self._on_host(self._gradients[flat]), "gradients")
+        wait_for(self._copies.on_d2h(self._gradients[flat].mark), "gradients")
 
 
 def _requires_grad(flat: FlatParameter) -> tuple[bool, ...]:
