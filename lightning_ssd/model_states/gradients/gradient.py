@@ -152,6 +152,7 @@ class Gradient:
         has_accum: for each parameter, whether `accum` has a gradient of it.
         mean: the mean of all ranks' gradients, on the owner of the flat parameter, until its step has ended; None:
             there is one rank, or `accum` has the mean.
+        is_shared: whether several ranks compute gradients, of which the step uses the mean.
         accumulating: whether `accum` has gradients that no step has used, or a submitted job accumulates some.
         mark: mark of the last copy from the device.
         states: for each parameter, its gradient's state.
@@ -166,6 +167,7 @@ class Gradient:
         self._flat = flat
         self._pool = memory if isinstance(memory, GradientPool) else None
         self._shared = shared
+        self.is_shared = shared is not None
         self._release_memory: Callable[[], None] | None = None
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self.host_grad = self._bytes.view(flat.dtype)
@@ -387,11 +389,6 @@ class Gradient:
                     item.of(whole).copy_(item.of(self.host_grad))
                 clip(item.of(whole), scale, limit)
         return whole
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether several ranks compute gradients, of which the step uses the mean."""
-        return self._shared is not None
 
     @property
     def kept(self) -> bool:

@@ -239,7 +239,7 @@ class GradientOffloader:
             RuntimeError: the step has not kept them.
         """
         gradient = self._gradients[flat]
-        for index, state in enumerate(gradient.states):
+        for index, state in enumerate(gradient.states if GradientState.STEPPED in gradient.states else ()):
             if state is not GradientState.STEPPED:
                 continue
             if not gradient.retained:

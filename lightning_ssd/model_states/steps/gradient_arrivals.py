@@ -120,7 +120,8 @@ class GradientArrivals:
         if grad.requires_grad:
             self._grads.note_graph(flat, index)
             grad = grad.detach()
-        self._clipping.apply(self._offloaded.groups[flat][0])
+        if self._running.defer_to_user_hooks:
+            self._clipping.apply(self._offloaded.groups[flat][0])
         if grad.dtype != flat.dtype:  # summed in fp32
             gradients.norms.measure(flat, parameter, grad, check_finite=not self._running.defer_to_user_hooks)
             gradients.backward.note_sum(flat)
