@@ -198,6 +198,7 @@ class ToldCopies(LateCopies):
         self.waiting: set[int] = set()
         self.most = 0
         self.num_awaited = 0
+        self.num_groups = 0
 
     def d2h(self, *args: Any, awaited: bool = False, **kwargs: Any) -> Any:
         mark = super().d2h(*args, awaited=awaited, **kwargs)
@@ -205,6 +206,10 @@ class ToldCopies(LateCopies):
         self.waiting.add(mark.number)
         self.most = max(self.most, len(self.waiting))
         return mark
+
+    def d2h_each(self, *args: Any, **kwargs: Any) -> Any:
+        self.num_groups += 1
+        return super().d2h_each(*args, **kwargs)
 
     def wait(self, mark: Any) -> None:
         if mark is not None and mark.direction == "d2h":
@@ -234,6 +239,8 @@ def test_gradients_in_flight_are_bounded_and_waited_for_when_backward_ends(
     fit(tmp_path, Watching(), "host", strategy={"offload": "none"})
     assert left == [0, 0, 0]
     assert engines[0].most == (2 if nbytes == 1 else 8)
+    # Those of a block are copied together, unless that is too much memory.
+    assert engines[0].num_groups == (24 if nbytes == 1 else 6)
     # In each of three steps, the last gradients of two blocks.
     assert engines[0].num_awaited == 6
 
