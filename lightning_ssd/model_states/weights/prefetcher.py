@@ -10,8 +10,8 @@ lock. Its holder waits only for steps, reads and copies, whose threads never acq
 other threads: with a lock, too, the training thread would evict or step weights between two of their operators.
 
 Ownership: the device memory of a resident flat parameter belongs to the copy from the host until its mark is reached,
-which the compute stream waits for before a use; then to the running operations, which `users` and `_nodes` count;
-and to `evict` after that.
+which the compute stream waits for before a use; then to the running operations, which `users`, `recomputed_by` and
+`_nodes` tell; and to `evict` after that.
 """
 
 import contextlib
@@ -311,12 +311,13 @@ class ParamPrefetcher:
         thread = threading.get_ident()
         self._recomputing[thread] = unit
         for flat in self._units[unit]:
-            if flat in self._loads:
+            if flat in self._loads and not flat.recomputed_by:  # else another thread's operators may run
                 flat.recomputed_by = thread
 
     def _end_recomputation(self, thread: int) -> None:
         for flat in self._units[self._recomputing.pop(thread)]:
-            flat.recomputed_by = 0
+            if flat.recomputed_by == thread:
+                flat.recomputed_by = 0
 
     def _use(self, unit: int) -> None:
         if self._recomputing.get(thread := threading.get_ident(), unit) != unit:
