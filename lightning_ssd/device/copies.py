@@ -12,6 +12,7 @@ import queue
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from time import perf_counter
 from typing import NamedTuple
@@ -84,6 +85,25 @@ class CopyEngine(ABC):
                 mark that is used once).
             awaited: as in `mark`, for the returned mark.
         """
+
+    def d2h_each(
+        self, sources: Sequence[Tensor], dst: Tensor, starts: Sequence[int], after: Mark, *, awaited: bool = False
+    ) -> Mark:
+        """Copies several tensors to host bytes `dst`, as `d2h` does, and returns one mark, of the last copy.
+
+        Args:
+            sources: tensors on the device, at least one, each dense (its elements are in memory without gaps).
+            dst: host bytes.
+            starts: offset of each tensor's bytes in `dst`.
+            after: as in `d2h`.
+            awaited: as in `d2h`.
+        """
+        mark: Mark = None
+        for src, start in zip(sources, starts, strict=True):
+            data = src.as_strided((src.numel(),), (1,)).view(torch.uint8)
+            last = awaited and src is sources[-1]
+            mark = self.d2h(data, dst[start : start + data.numel()], after, awaited=last)
+        return mark
 
     @abstractmethod
     def h2d(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
@@ -196,10 +216,19 @@ class CUDACopyEngine(CopyEngine):
         return self._events.record(self._events.compute_stream(), awaited=awaited)
 
     def d2h(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
-        return self._out.copy(src, dst, src.numel(), after, awaited)
+        return self._out.copy([(dst.data_ptr(), src.data_ptr(), src.numel())], after, awaited)
+
+    def d2h_each(
+        self, sources: Sequence[Tensor], dst: Tensor, starts: Sequence[int], after: Mark, *, awaited: bool = False
+    ) -> Mark:
+        first = dst.data_ptr()
+        spans = [
+            (first + start, source.data_ptr(), source.nbytes) for source, start in zip(sources, starts, strict=True)
+        ]
+        return self._out.copy(spans, after, awaited)
 
     def h2d(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
-        return self._in.copy(src, dst, dst.numel(), after, awaited)
+        return self._in.copy([(dst.data_ptr(), src.data_ptr(), dst.numel())], after, awaited)
 
     def wait(self, mark: Mark) -> None:
         if mark is not None:
@@ -230,7 +259,7 @@ class CUDACopyEngine(CopyEngine):
 class _CopyStream:
     """One direction: a stream, and a thread that completes the futures of its copies."""
 
-    #: Bytes of the smallest copy that is timed: the time of smaller copies is mostly latency, not bandwidth.
+    #: Bytes of the smallest copies that are timed: the time of smaller ones is mostly latency, not bandwidth.
     TIMED = 4 * 2**20
 
     def __init__(self, name: str, device: torch.device, events: Events) -> None:
@@ -241,16 +270,19 @@ class _CopyStream:
         self._spans: deque[tuple[Event, Event, int]] = deque()
         self._busy = WorkCounter(0, 0.0)
 
-    def copy(self, src: Tensor, dst: Tensor, nbytes: int, after: Mark, awaited: bool) -> Event:
+    def copy(self, spans: Sequence[tuple[int, int, int]], after: Mark, awaited: bool) -> Event:
+        """Issues copies, each given by the address of its destination, that of its source, and its bytes."""
         # The stream executes in order, so the marks of earlier copies on it are reached before this one's.
         stream, events = self._handle, self._events
         if after is None:
             events.follow_compute(stream)
         else:
             events.wait(stream, after)
+        nbytes = sum([span[2] for span in spans])
         start = events.record(stream, timed=True) if nbytes >= self.TIMED else None
         # The driver's call instead of `copy_` needs no current stream and no views, and a third of the host's time.
-        events.copy(dst.data_ptr(), src.data_ptr(), nbytes, stream)
+        for to, source, size in spans:
+            events.copy(to, source, size, stream)
         end = events.record(stream, timed=True, awaited=awaited)
         if start is not None:
             self._spans.append((start, end, nbytes))

@@ -97,6 +97,26 @@ def test_copies_without_a_mark_follow_the_compute_stream() -> None:
     copies.close()
 
 
+def test_tensors_that_are_copied_at_once_have_one_mark() -> None:
+    """The copies follow the compute stream's earlier work, and its later work follows them: 8 MiB, and a matrix."""
+    copies = make_copy_engine(torch.device("cuda"))
+    expected = [torch.full((2**21,), 3.0), torch.arange(2048.0)]
+    sources = [torch.zeros(2**21, device="cuda"), torch.zeros(64, 32, device="cuda").t()]
+    values = expected[1].view(64, 32).cuda()
+    target = torch.zeros(2**24, dtype=torch.uint8, pin_memory=True)
+    torch.cuda._sleep(10_000_000)
+    sources[0].fill_(3.0)
+    sources[1].t().copy_(values)
+    copies.wait(copies.d2h_each(sources, target, [64, 2**23 + 64], None))
+    for source in sources:
+        source.zero_()
+    copies.drain()
+    found = target.view(torch.float32)[16:].split([2**21, 2048, 2**21 - 2048 - 16])
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1]) and not found[2].any()
+    assert copies.busy()[0].amount == 2**23 + 2**13
+    copies.close()
+
+
 @pytest.mark.parametrize("model", [TinyGPT, SharedStorages])
 @pytest.mark.parametrize("arguments", [EVERYTHING, HOST, SPILL, {"min_bytes": 1, "offload": 0.5, "host_memory": 0}])
 @pytest.mark.parametrize("seed", range(3))

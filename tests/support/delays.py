@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +26,14 @@ class SlowCopies(CUDACopyEngine):
             self._hold(torch.cuda.current_stream())
         self._hold(self._out._stream)
         return super().d2h(src, dst, after, awaited=awaited)
+
+    def d2h_each(
+        self, sources: Sequence[Tensor], dst: Tensor, starts: Sequence[int], after: Mark, *, awaited: bool = False
+    ) -> Mark:
+        if after is None:
+            self._hold(torch.cuda.current_stream())
+        self._hold(self._out._stream)
+        return super().d2h_each(sources, dst, starts, after, awaited=awaited)
 
     def h2d(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
         if after is None:

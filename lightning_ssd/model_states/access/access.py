@@ -60,7 +60,7 @@ from lightning_ssd.model_states.access.parameter import (
     map_tensors,
     not_followed,
     offloaded_in,
-    recomputed_with,
+    recomputed,
     without_graph,
 )
 from lightning_ssd.model_states.access.references import references_saved
@@ -418,7 +418,7 @@ class Access:
             if source.flat.mixed and _rounds(tensor, kind):
                 if computing and tensor.requires_grad:
                     self.grad_dtype.note_use(tensor)
-                return recomputed_with(tensor) if in_backward() else tensor
+                return recomputed(tensor) if in_backward() else tensor
             if computing and tensor.requires_grad:
                 if source.in_flat_memory and kind is not Kind.STRIDED:
                     return tensor

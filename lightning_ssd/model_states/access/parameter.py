@@ -27,7 +27,7 @@ from lightning_ssd.activations import (
 )
 from lightning_ssd.device import refuse_access
 from lightning_ssd.model_states.access.autograd_forwards import autograd_forwards
-from lightning_ssd.model_states.access.references import references_saved, saves_references
+from lightning_ssd.model_states.access.references import references_saved
 from lightning_ssd.model_states.access.torch_functions import KINDS, Kind, kind_of
 from lightning_ssd.model_states.stores import StagedFlats
 from lightning_ssd.model_states.units import FlatParameter, TrainedParameter, over
@@ -63,8 +63,8 @@ class _RunsOperators:
                 if reads_grad:
                     return args[0].source.access.grad(args[0])
                 if _runs_on_memory(kind, args, kwargs):
-                    if in_backward():
-                        args, kwargs = recomputed_with((args, kwargs or {}))
+                    if in_backward() and _has_frozen((*args, *(kwargs or {}).values())):
+                        args, kwargs = map_tensors(recomputed, (args, kwargs or {}))
                     if kind is Kind.MATMUL and torch.is_grad_enabled():
                         args, kwargs = in_order_of_casts(args, kwargs or {})
                     with references_saved():
@@ -604,21 +604,27 @@ def autocast_to(dtype: torch.dtype, device: torch.device) -> bool:
 
 def _runs_on_memory(kind: Kind, args: Any, kwargs: Mapping[str, Any] | None) -> bool:
     """Returns whether a function can use the memory of its offloaded arguments, because forwards use all of them."""
+    recorded = torch.is_grad_enabled()
     return (
-        (kind is Kind.MATMUL or kind is Kind.KERNEL or (kind is Kind.OPERATOR and torch.is_grad_enabled()))
-        and _in_forward(args, kind)
+        (kind is Kind.MATMUL or kind is Kind.KERNEL or (kind is Kind.OPERATOR and recorded))
+        # Autograd would save a weight itself without hooks, which save a reference in its place.
+        and (not recorded or internals.innermost_saved_hooks(False) is not None)
+        and _in_forward(args, kind)  # last, as it counts uses
         and (not kwargs or ("out" not in kwargs and _in_forward(kwargs.values(), kind)))
-        and saves_references()
     )
 
 
 def _in_forward(values: Iterable[Any], kind: Kind) -> bool:
-    """Returns whether a forward on this thread uses all parameters among `values`, and their views have memory."""
+    """Returns whether a forward on this thread, or a recomputation of one, uses all parameters among `values`, and
+    their views have memory.
+    """
     for value in values:
         of = type(value)
         if of is OffloadedParameter:
             flat = value.flat
-            if not (flat.users and flat.resident and flat.thread == get_ident()) or flat.shared:
+            thread = get_ident()
+            in_use = (flat.users and flat.thread == thread) or (flat.recomputed_by == thread and in_backward())
+            if not (in_use and flat.resident) or flat.shared:
                 return False
             if flat.mixed:
                 if not (kind is Kind.MATMUL and autocast_to(flat.dtype, flat.device)):
@@ -642,19 +648,25 @@ def _in_forward(values: Iterable[Any], kind: Kind) -> bool:
     return True
 
 
-def recomputed_with(arguments: Any) -> Any:
-    """Returns arguments of an operator in backward, with views of the memory in place of frozen parameters.
+def _has_frozen(values: Iterable[Any]) -> bool:
+    """Returns whether there are frozen parameters among the arguments of an operator that uses their memory."""
+    for value in values:
+        of = type(value)
+        if of is OffloadedParameter:
+            if not value.requires_grad:
+                return True
+        elif (of is list or of is tuple) and _has_frozen(value):
+            return True
+    return False
+
+
+def recomputed(tensor: Tensor) -> Tensor:
+    """Returns the argument of an operator in backward: a view of the memory in place of a frozen parameter.
 
     The hooks of `torch.utils.checkpoint` keep the tensors that a recomputation saves until autograd unpacks them. They
     detach those that require a gradient, and keep others as they are. A view keeps the memory, which a parameter loses
     when it is evicted for the next unit that is recomputed.
     """
-    if all([tensor.requires_grad for tensor in offloaded_in(arguments).values()]):  # most operators: none is frozen
-        return arguments
-    return map_tensors(_recomputed, arguments)
-
-
-def _recomputed(tensor: Tensor) -> Tensor:
     return tensor.detach() if type(tensor) is OffloadedParameter and not tensor.requires_grad else tensor
 
 
@@ -666,9 +678,9 @@ def in_order_of_casts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[S
     has no cast. Its gradient would be accumulated first, that of a bias before that of the weight, and hooks of user
     code would run in another order. So those behind another leaf have a node that does nothing.
     """
-    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs} if kwargs else dict(enumerate(args))
     leaves = [
-        name for name, value in given.items() if isinstance(value, Tensor) and value.requires_grad and value.is_leaf
+        name for name, value in given.items() if isinstance(value, Tensor) and value.is_leaf and value.requires_grad
     ]
     if len(leaves) < 2:  # most products: their input is no leaf, and there is no bias
         return args, kwargs

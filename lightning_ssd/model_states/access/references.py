@@ -11,11 +11,6 @@ from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations import SavedWeight, check_version, offloaded_weights
 
 
-def saves_references() -> bool:
-    """Returns True unless autograd would save a weight without hooks, which save a reference in its place."""
-    return not torch.is_grad_enabled() or internals.innermost_saved_hooks(False) is not None
-
-
 def references_saved() -> contextlib.AbstractContextManager[object]:
     """Makes autograd save references to weights, unless hooks of the training do so already.
 

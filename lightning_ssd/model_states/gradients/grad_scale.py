@@ -74,6 +74,7 @@ class GradScaleDecision:
 
     Attributes:
         scale: future of the running step's scale; None: the step is skipped.
+        decided: whether `scale` is done, or completes by the device's progress alone.
     """
 
     MISS_THRESHOLD = 0.3
@@ -92,8 +93,7 @@ class GradScaleDecision:
         self.scale: Future[float | None] = finished(1.0)
         self._copies = copies
         self._clip: Clip = clip
-        self._decided = True
-        """Whether `scale` is done, or completes by the device's progress alone."""
+        self.decided = True
         self._not_finite = torch.zeros(1, dtype=torch.float32, device=copies.device)
         """On the device, 1.0 if a gradient was not finite."""
         self._host = Slab(self.SLOTS * _SLOT_BYTES, pin=copies.device.type == "cuda")
@@ -109,8 +109,8 @@ class GradScaleDecision:
         Args:
             defer_to_user_hooks: whether user code may read and clip gradients before any job begins.
         """
-        self._decided = not (self.needs_norm or defer_to_user_hooks)
-        self.scale = finished(1.0) if self._decided else Future()
+        self.decided = not (self.needs_norm or defer_to_user_hooks)
+        self.scale = finished(1.0) if self.decided else Future()
 
     @property
     def speculated(self) -> float | None:
@@ -208,24 +208,27 @@ class GradScaleDecision:
 
     def cancel(self) -> None:
         """Ends a step in which no flat parameter is stepped, so that no job waits for the scale."""
-        if not self._decided:
-            self._decided = True
+        if not self.decided:
+            self.decided = True
             self.scale.set_result(None)
 
-    def decide(self, scale: Tensor | None) -> tuple[Tensor, Mark] | None:
+    def decide(self, scale: Tensor | None, *, awaited_for_gradients: bool = False) -> tuple[Tensor, Mark] | None:
         """Completes the future `scale` as soon as the device has computed it: backward and clipping are over.
+
+        The compute stream is ordered after all copies of gradients.
 
         Args:
             scale: the scale, on the device, one element; None: 1.
+            awaited_for_gradients: whether steps wait for `scale` in place of copies of their gradients.
 
         Returns:
             Device memory that the caller keeps alive until the mark is reached; None if there is none.
         """
-        if self._decided:
+        if self.decided:
             return None
-        self._decided = True
+        self.decided = True
         decided = self.scale
-        if scale is None and not self.loss_scaled:
+        if scale is None and not (self.loss_scaled or awaited_for_gradients):
             decided.set_result(1.0)
             return None
         try:
@@ -259,8 +262,8 @@ class GradScaleDecision:
 
     def fail(self) -> None:
         """Fails jobs that wait for an undecided scale: training ended between backward and step."""
-        if not self._decided:
-            self._decided = True
+        if not self.decided:
+            self.decided = True
             self.scale.set_exception(RuntimeError("training ended before this optimizer step was made"))
 
     def close(self) -> None:

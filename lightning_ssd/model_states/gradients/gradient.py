@@ -6,8 +6,8 @@ is in one of these places, besides `assigned`:
 | place | state | flags |
 |---|---|---|
 | nowhere | NONE | |
+| `on_device`, until others are copied with it, or a step on the device uses it | PRESENT | `arrived` |
 | `host_grad`, as the running backward has copied it | PRESENT | `arrived` |
-| `on_device`, where a step on the device will find it | PRESENT | `arrived` |
 | `accum`, in fp32 | PRESENT | `has_accum`, and `accumulating` of the flat parameter |
 | in use by a step, or kept by it | STEPPED | `retained` of the flat parameter if it is kept; `used` reads it |
 
@@ -15,8 +15,8 @@ Only methods of `Gradient` change states and flags:
 
 | event | method | moves a gradient |
 |---|---|---|
-| backward has accumulated it | `arrive` | to `host_grad`, or `on_device` |
-| it leaves the device after all | `GradientOffloader.offload_kept` | from `on_device` to `host_grad` |
+| backward has accumulated it | `arrive` | to `on_device` |
+| it is copied to the host | `GradientOffloader.offload` | from `on_device` to `host_grad` |
 | a job adds it to those of earlier micro-batches | `accumulate`, and `add` in the job | from `host_grad` to `accum` |
 | a step uses it | `begin_step`, `mark_stepped`, `submit_step`, `end_step` | to a step, which may `retain` it |
 | a step is skipped | `begin_step`, `skip_step` | as if a step had used and kept it |
@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ssd.device import Mark
+from lightning_ssd.device import CopyEngine, Mark
 from lightning_ssd.futures import Future, ended, finished, then
 from lightning_ssd.model_states.optimizers import RankMean
 from lightning_ssd.model_states.units import FlatParameter
@@ -125,9 +125,9 @@ class GradientState(Enum):
 class Gradient:
     """The gradient of one flat parameter, in host memory, or on the device until a step there.
 
-    Life of a parameter's gradient, in the terms of the module's docstring: backward copies it to `host_grad`. If there
-    are several micro-batches, or if user code may read it, it is added to `accum`. If the device makes its step, it may
-    stay `on_device` until then. A step uses it, and may keep it.
+    Life of a parameter's gradient, in the terms of the module's docstring: it stays `on_device` until it is copied to
+    `host_grad`, together with others, or until the device makes its step. If there are several micro-batches, or if
+    user code may read it, it is added to `accum`. A step uses it, and may keep it.
     `zero_grad` drops it. Without `zero_grad`, the next backward adds to it, and the next step uses it again. A gradient
     that user code assigns is in `assigned` until `fold` copies it to `accum`.
 
@@ -227,21 +227,19 @@ class Gradient:
 
     # ---- a backward ----
 
-    def arrive(self, index: int, *, is_sum: bool) -> None:
-        """Registers a gradient of parameter `index`: from now on it is in `host_grad` or `on_device`.
+    def arrive(self, index: int, grad: Tensor, *, is_sum: bool) -> None:
+        """Registers a gradient of parameter `index`, which is in `on_device` from now on.
 
         Args:
             index: the parameter.
+            grad: the gradient, which autograd does not follow.
             is_sum: whether it is added to one that no step has used.
         """
         self.is_sum |= is_sum
         self.states[index] = GradientState.PRESENT
         self.arrived[index] = True
+        self.on_device[index] = grad
         self.num_arrived += 1
-
-    def keep(self, index: int, grad: Tensor) -> None:
-        """Keeps an arrived gradient of parameter `index` on the device, for a step there."""
-        self.on_device[index] = grad.detach()
 
     def end_backward(self) -> int:
         """Backward has ended. Returns the number of gradients that it has accumulated."""
@@ -425,11 +423,18 @@ class Gradient:
 
         self.consumed = then(ended(done), release)
 
-    def target(self, index: int) -> Tensor:
-        """Returns the bytes of `host_grad` that the gradient of parameter `index` is copied to."""
-        item = self._flat.param_views[index]
-        size = self._flat.dtype.itemsize
-        return self._bytes[item.start * size : (item.start + item.numel) * size]
+    def copy(self, values: Mapping[int, Tensor], copies: CopyEngine, after: Mark, *, awaited: bool) -> Mark:
+        """Issues copies of gradients on the device to `host_grad`, and returns their mark.
+
+        Args:
+            values: gradients by parameter index, at least one, with the order of elements that the parameters have.
+            copies: copies of the device.
+            after: mark that the copies wait for, as in `CopyEngine.d2h`.
+            awaited: whether a thread waits for the mark.
+        """
+        size, views = self._flat.dtype.itemsize, self._flat.param_views
+        starts = [views[index].start * size for index in values]
+        return copies.d2h_each(list(values.values()), self._bytes, starts, after, awaited=awaited)
 
     def add(self, arrived: list[bool]) -> None:
         """Adds copied gradients to `accum` in fp32. Runs on the worker's thread."""

@@ -1,15 +1,14 @@
 """Gradient offloading: from `Tensor.grad` on the device to host memory, and accumulation in fp32.
 
-A gradient is copied as soon as autograd has accumulated it (LoHan's active gradient offloading), while backward
-continues. Gradients of several micro-batches are summed on the host. A gradient whose step the device makes may stay
-there instead, if a plan says so (Teraio places gradients as it does all other tensors).
+Gradients are copied soon after autograd has accumulated them (LoHan's active gradient offloading), while backward
+continues, several at once. Gradients of several micro-batches are summed on the host. A gradient whose step the device
+makes may stay there instead, if a plan says so (Teraio places gradients as it does all other tensors).
 """
 
 import contextlib
 from collections.abc import ItemsView, Iterator, Mapping, Sequence
 from time import perf_counter
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -22,7 +21,7 @@ from lightning_ssd.model_states.gradients.gradient import Gradient, GradientPool
 from lightning_ssd.model_states.gradients.norms import GradientNorms, measure_summed
 from lightning_ssd.model_states.gradients.running_backward import RunningBackward
 from lightning_ssd.model_states.gradients.waiting_gradient import WaitingGradient
-from lightning_ssd.model_states.units import FlatParameter
+from lightning_ssd.model_states.units import FlatParameter, with_stride
 from lightning_ssd.model_states.weights import ParamPrefetcher
 from lightning_ssd.waits import wait_for
 
@@ -37,8 +36,9 @@ class GradientOffloader:
     `backward`; two of them never call at a time. Two callbacks run elsewhere: `run` in `accumulate` on the worker's
     thread, and the completion of a copy's future on the `d2h-done` thread, which touches no field.
 
-    Ownership: a gradient on the device belongs to `in_flight` until the compute stream was ordered after its copy; or
-    to `Gradient.on_device`, if it stays, until `hand_over_on_device` passes it to a step, or `offload_kept` copies it.
+    Ownership: a gradient on the device belongs to `Gradient.on_device` until `offload` copies it, or
+    `hand_over_on_device` passes it to a step; a copied one to `in_flight`, until the compute stream is ordered after
+    the copy.
     Host memory: see `Gradient`.
 
     Args:
@@ -83,6 +83,9 @@ class GradientOffloader:
         self._expected: dict[tuple[FlatParameter, tuple[bool, ...], bool], int] = {}
         """Gradients of a flat parameter in its last backward, by which of its parameters required a gradient, and by
         whether the weights of its unit were used outside of forwards, too."""
+        self._waiting: dict[FlatParameter, int] = {}
+        """Flat parameters with gradients on the device that are offloaded soon, and the bytes of these gradients."""
+        self._waiting_bytes = 0
         self._waited = 0.0
 
     def __getitem__(self, flat: FlatParameter) -> Gradient:
@@ -119,8 +122,8 @@ class GradientOffloader:
 
     # ---- one gradient, on the thread that runs backward ----
 
-    def receive(self, flat: FlatParameter, index: int) -> None:
-        """Registers a new gradient of a parameter, and allocates host memory for it.
+    def receive(self, flat: FlatParameter, index: int, grad: Tensor) -> None:
+        """Registers a new gradient of a parameter, which stays on the device, and allocates host memory for it.
 
         Raises:
             RuntimeError: it would be added to a gradient that a step has used and not kept.
@@ -138,7 +141,7 @@ class GradientOffloader:
             begun = perf_counter()
             gradient.allocate(lambda: [other.consumed for other in self._gradients.values()])
             self._waited += perf_counter() - begun
-        gradient.arrive(index, is_sum=is_sum)
+        gradient.arrive(index, grad, is_sum=is_sum)
 
     def complete(self, flat: FlatParameter) -> bool:
         """Returns True if the running backward is known to accumulate no further gradient of `flat`."""
@@ -161,26 +164,45 @@ class GradientOffloader:
         """
         return self._pool is not None and not self.backward.steps_delayed and not flat.shared and self.complete(flat)
 
-    def offload(self, flat: FlatParameter, index: int, grad: Tensor) -> None:
-        """Copies a gradient to the host. The compute stream waits for older copies above `CopiesInFlight.MAX_BYTES`."""
+    def offload_later(self, flat: FlatParameter, nbytes: int) -> None:
+        """Has a gradient of `flat` offloaded together with others: events around each copy would delay backward.
+
+        Those that wait are offloaded when they have `CopiesInFlight.group_bytes`, with the arrival of `nbytes` more.
+        """
+        self._waiting[flat] = self._waiting.get(flat, 0) + nbytes
+        self._waiting_bytes += nbytes
+        if self._waiting_bytes >= self.in_flight.group_bytes:
+            self._offload_waiting()
+
+    def _offload_waiting(self) -> None:
+        for flat in list(self._waiting):
+            self.offload(flat)
+
+    def offload(self, flat: FlatParameter) -> None:
+        """Copies the gradients of `flat` that are on the device to the host.
+
+        The compute stream waits for older copies, if there are many.
+        """
+        self._waiting_bytes -= self._waiting.pop(flat, 0)
         gradient = self._gradients[flat]
+        grads, gradient.on_device = gradient.on_device, {}
+        if not grads:
+            return
+        grads = {index: with_stride(grad, flat.param_views[index].stride) for index, grad in grads.items()}
         # Few awaited marks may be pending, and a step waits for the copy of its last gradient alone. Where a parameter
         # has no gradient, no mark is awaited, and the thread `d2h-done` occupies a processor while it waits.
         last = gradient.num_arrived >= len(flat.param_views)
-        data = flat.param_views[index].flatten(grad.detach()).view(torch.uint8)
-        gradient.mark = self._copies.d2h(data, gradient.target(index), None, awaited=last)
-        self.in_flight.add(data, gradient.mark)
+        gradient.mark = gradient.copy(grads, self._copies, None, awaited=last)
+        self.in_flight.add(list(grads.values()), gradient.mark)
 
-    def offload_kept(self, flat: FlatParameter) -> None:
-        """Offloads the gradients of `flat` that were kept on the device: something else than a step there uses them."""
-        gradient = self._gradients[flat]
-        kept, gradient.on_device = gradient.on_device, {}
-        for index, grad in kept.items():
-            self.offload(flat, index, grad)
+    def stays_on_device(self, flat: FlatParameter) -> bool:
+        """Returns whether the whole gradient of `flat` is on the device, and no part of it waits to be offloaded."""
+        return flat not in self._waiting and len(self._gradients[flat].on_device) == len(flat.param_views)
 
     def end_backward(self) -> None:
         """Orders the compute stream after all copies, and records how many gradients each flat parameter has had."""
         self.backward.end()
+        self._offload_waiting()
         self.in_flight.release()
         for flat, gradient in self._gradients.items():
             if num_arrived := gradient.end_backward():
@@ -217,7 +239,7 @@ class GradientOffloader:
             RuntimeError: the step has not kept them.
         """
         gradient = self._gradients[flat]
-        for index, state in enumerate(gradient.states):
+        for index, state in enumerate(gradient.states if GradientState.STEPPED in gradient.states else ()):
             if state is not GradientState.STEPPED:
                 continue
             if not gradient.retained:
@@ -289,8 +311,7 @@ class GradientOffloader:
         """
         self.backward.note_added(flat)
         gradient = self._gradients[flat]
-        if gradient.on_device:
-            self.offload_kept(flat)
+        self.offload(flat)
         arrived = gradient.accumulate()
         norms = self.norms.to_sum(flat)
 
@@ -300,7 +321,7 @@ class GradientOffloader:
                 for index in range(len(flat.param_views)):
                     measure_summed(gradient, flat, index, norms)
 
-        gradient.summed = self._worker.submit(run, [self._on_host(gradient)])
+        gradient.summed = self._worker.submit(run, [self._copies.on_d2h(gradient.mark)])
         gradient.set_consumed(gradient.summed)
         return gradient.consumed
 
@@ -317,22 +338,26 @@ class GradientOffloader:
 
     # ---- towards a step, or user code ----
 
-    def hand_over(self, flat: FlatParameter) -> "tuple[Future[None], list[bool] | None]":
+    def hand_over(self, flat: FlatParameter) -> list[bool] | None:
         """Passes the ownership of a gradient to a step; the caller passes the step's future to `set_consumed`.
 
-        Gradients that were kept on the device are offloaded.
+        Gradients on the device are offloaded. The step waits for `on_host`.
 
         Returns:
-            A future that is done when the gradient is on the host; and for each parameter, whether it has a gradient in
-            `Gradient.host_grad`, or None if the step uses the accumulated gradients.
+            For each parameter, whether it has a gradient in `Gradient.host_grad`; None: the step uses the accumulated
+            gradients.
         """
         gradient = self._gradients[flat]
-        if gradient.on_device:
-            self.offload_kept(flat)
+        self.offload(flat)
         arrived = gradient.begin_step()
-        if arrived is None:
-            return (self.accumulate(flat) if any(gradient.arrived) else gradient.consumed), None
-        return self._on_host(gradient), arrived
+        if arrived is None and any(gradient.arrived):
+            self.accumulate(flat)
+        return arrived
+
+    def on_host(self, flat: FlatParameter, arrived: Sequence[bool] | None) -> "Future[None]":
+        """Returns a future that is done when a gradient is on the host that `hand_over` has passed, with its result."""
+        gradient = self._gradients[flat]
+        return gradient.consumed if arrived is None else self._copies.on_d2h(gradient.mark)
 
     def hand_over_on_device(self, flat: FlatParameter) -> "tuple[WaitingGradient, list[bool]]":
         """Passes the ownership of a gradient that is on the device as a whole to a step there, as `hand_over` does.
@@ -345,7 +370,7 @@ class GradientOffloader:
         arrived = gradient.begin_step()
         assert arrived is not None and len(kept) == len(arrived)
         values = [view.flatten(kept[index]) for index, view in enumerate(flat.param_views)]
-        return WaitingGradient(flat, values, self._copies.mark(), gradient.target), arrived
+        return WaitingGradient(flat, values, self._copies.mark(), gradient), arrived
 
     @contextlib.contextmanager
     def as_grads(self) -> Iterator[None]:
@@ -385,14 +410,10 @@ class GradientOffloader:
         for gradient in self._gradients.values():
             gradient.free()
 
-    def _on_host(self, gradient: Gradient) -> "Future[None]":
-        """Returns a future that is done when all copies of `gradient` that were issued are on the host."""
-        return self._copies.on_d2h(gradient.mark)
-
     def _wait_for_copies(self, flat: FlatParameter) -> None:
         """Returns when the gradients of `flat` that have arrived are in host memory."""
-        self.offload_kept(flat)
-        wait_for(self._on_host(self._gradients[flat]), "gradients")
+        self.offload(flat)
+        wait_for(self._copies.on_d2h(self._gradients[flat].mark), "gradients")
 
 
 def _requires_grad(flat: FlatParameter) -> tuple[bool, ...]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd import torch_internals as internals
+from lightning_ssd.model_states.gradients.copies_in_flight import CopiesInFlight
 from lightning_ssd.model_states.gradients.grad_scale import GradScaleDecision
 from lightning_ssd.model_states.gradients.gradient import Gradient, GradientState
 from lightning_ssd.model_states.units import FlatParameter
@@ -32,8 +33,8 @@ class GradientNorms:
         copied: returns when the gradients of a flat parameter that have arrived are in host memory.
     """
 
-    GROUP_BYTES = 64 * 2**20
-    """Bytes of gradients on the device that are measured at once."""
+    GROUP_BYTES = CopiesInFlight.MAX_BYTES
+    """Bytes of gradients on the device that are measured at once: those whose copies are in flight anyway."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class GradientNorms:
         Args:
             flat: flat parameter of the parameter.
             parameter: parameter of the gradient.
-            grad: the gradient, on the device.
+            grad: the gradient, on the device, which autograd does not follow.
             check_finite: whether the running step is skipped if the gradient is not finite.
         """
         if check_finite and self._decision.loss_scaled:
@@ -65,9 +66,7 @@ class GradientNorms:
         gradient = self._gradients[flat]
         # Several ranks clip by the norm of their mean gradient, which is not known yet.
         if self._decision.needs_norm and not gradient.accumulating and not gradient.is_shared:
-            if self._waiting and grad.dtype != self._waiting[0][2].dtype:
-                self._measure_waiting()
-            self._waiting.append((flat, parameter, grad.detach()))
+            self._waiting.append((flat, parameter, grad))
             self._waiting_bytes += grad.nbytes
             if self._waiting_bytes >= self.GROUP_BYTES:
                 self._measure_waiting()
@@ -75,9 +74,10 @@ class GradientNorms:
     def _measure_waiting(self) -> None:
         """Computes the norms of the gradients that wait: each has the bits that it has alone."""
         waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
-        if waiting:
-            norms = _norms_in_fp32([grad for _, _, grad in waiting])
-            for (flat, parameter, _), norm in zip(waiting, norms, strict=True):
+        for dtype in dict.fromkeys([grad.dtype for _, _, grad in waiting]):  # kernels take gradients of one dtype
+            group = [item for item in waiting if item[2].dtype == dtype]
+            norms = _norms_in_fp32([grad for _, _, grad in group])
+            for (flat, parameter, _), norm in zip(group, norms, strict=True):
                 self._norms[flat][parameter] = norm
 
     def to_sum(self, flat: FlatParameter) -> dict[nn.Parameter, Tensor] | None:

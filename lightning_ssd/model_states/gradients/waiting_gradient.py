@@ -1,11 +1,11 @@
 """The gradient of a flat parameter that waits on the device for its optimizer step there."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from lightning_ssd.device import CopyEngine, Mark
+from lightning_ssd.model_states.gradients.gradient import Gradient
 from lightning_ssd.model_states.units import FlatParameter
 
 
@@ -22,16 +22,14 @@ class WaitingGradient:
         flat: the flat parameter.
         values: gradients of its parameters, as `ParamView.flatten` returns them.
         ready: mark of the compute stream after which the values are there.
-        target: returns the bytes in host memory for the gradient of a parameter, by its index.
+        gradient: the gradient, to whose host memory they may be copied.
     """
 
-    def __init__(
-        self, flat: FlatParameter, values: Sequence[Tensor], ready: Mark, target: Callable[[int], Tensor]
-    ) -> None:
+    def __init__(self, flat: FlatParameter, values: Sequence[Tensor], ready: Mark, gradient: Gradient) -> None:
         self._flat = flat
         self._values = values
         self._ready = ready
-        self._target = target
+        self._gradient = gradient
 
     def copy_elements(self, start: int, end: int, target: Tensor, copies: CopyEngine) -> None:
         """Copies the elements from `start` to before `end` of the flat parameter to `target`, on the current stream."""
@@ -43,11 +41,7 @@ class WaitingGradient:
 
     def offload(self, copies: CopyEngine) -> Mark:
         """Copies the gradient to host memory, since the CPU makes the step after all. Returns the copies' mark."""
-        mark: Mark = None
-        for index, values in enumerate(self._values):
-            last = index == len(self._values) - 1
-            mark = copies.d2h(values.view(torch.uint8), self._target(index), self._ready, awaited=last)
-        return mark
+        return self._gradient.copy(dict(enumerate(self._values)), copies, self._ready, awaited=True)
 
     def release(self) -> None:
         """Frees the memory."""

@@ -345,9 +345,10 @@ class AdamOptimizer(ElementwiseOptimizer):
         if items is None:
             items = kernel.items(spans)
             self._items = {key: items}
-        values = [array for of in (staged, staged.out) for array in self._arrays(of)]
+        out = staged.out
+        values = [*self._arrays(staged), *self._arrays(out)]
         outputs = _outputs(half, staged)
-        scales = [of.scales[name] for of in (staged, staged.out) for name in of.scales]
+        scales = [*staged.scales.values(), *out.scales.values()]
         gradient, mean = given.gradient, None
         if isinstance(gradient, RankMean):
             mean = gradient
@@ -404,7 +405,7 @@ class AdamOptimizer(ElementwiseOptimizer):
         """Returns a flat's arrays in the order of the functions in adam.c."""
         master = staged.low if staged.low is not None else staged.master
         assert master is not None
-        return staged.weights, master, *(staged.states[name] for name in _MOMENTS)
+        return staged.weights, master, *map(staged.states.__getitem__, _MOMENTS)
 
     def _function(self, staged: StagedState, gradient: torch.dtype) -> str | None:
         """Returns the name of the function in adam.c for these dtypes."""

@@ -5,9 +5,10 @@ Call by call, on the thread that runs backward unless a line names another one:
 1. `GradientArrivals._post_accumulate_grad`: autograd has accumulated the gradient. The hook removes it from the
    parameter. `GradientOffloader.receive` waits until the step before has read the flat parameter's host memory.
 2. `GradientNorms.measure`: its norm, on the device and with those of others, if the scale decision needs it.
-3. `GradientOffloader.offload`: the copy to host memory. The copy owns that memory until its mark is reached;
-   `Gradient.mark` is the mark of the flat parameter's last copy. `CopiesInFlight` owns the device memory until the
-   compute stream waits for the mark: when there are more than 256 MiB of such memory, or when backward ends.
+3. `GradientOffloader.offload`: copies to host memory of the flat parameter's gradients, which `Gradient.on_device` owns
+   until then. It is called when 64 MiB of gradients wait, for the flat parameter's last one, or when backward ends. The
+   copies own the host memory until their mark is reached, `Gradient.mark`. `CopiesInFlight` owns the device memory
+   until the compute stream waits for the mark: when there are more than 192 MiB of it, or when backward ends.
 4. `StepScheduler.submit`, after the flat parameter's last gradient, if no user code may read it before the step:
    evicts the weights. Otherwise `StepScheduler.end_backward`, or `StepScheduler.end` at `optimizer.step`, calls it.
 5. `GradientOffloader.hand_over` in `submit`: the step owns the gradient and the stored values from now on, until its
@@ -118,13 +119,15 @@ class GradientArrivals:
         self._steps.check_not_submitted(flat, index)
         if grad.requires_grad:
             self._grads.note_graph(flat, index)
-        self._clipping.apply(self._offloaded.groups[flat][0])
+            grad = grad.detach()
+        if self._running.defer_to_user_hooks:
+            self._clipping.apply(self._offloaded.groups[flat][0])
         if grad.dtype != flat.dtype:  # summed in fp32
             gradients.norms.measure(flat, parameter, grad, check_finite=not self._running.defer_to_user_hooks)
             gradients.backward.note_sum(flat)
             self._grads.add(flat, index, grad)
             return
-        gradients.receive(flat, index)
+        gradients.receive(flat, index, grad)
         on_host = flat in self._grad_dtype.summed_on_host
         complete = (
             gradients.complete(flat)
@@ -133,10 +136,8 @@ class GradientArrivals:
             and not flat.shared  # user code may write its weights until `optimizer.step`, unseen
         )
         gradients.norms.measure(flat, parameter, grad, check_finite=not self._running.defer_to_user_hooks)
-        if flat in self._device_steps.kept_gradients and self._steps.keeps_gradient(flat) and not on_host:
-            gradients[flat].keep(index, grad)
-        else:
-            gradients.offload(flat, index, grad)
+        if flat not in self._device_steps.kept_gradients or on_host or not self._steps.keeps_gradient(flat):
+            gradients.offload_later(flat, grad.nbytes)
         if complete:
             self._steps.submit(flat)
         elif not on_host and self._running.optimizer is None and gradients.frees_early(flat):

@@ -39,7 +39,7 @@ Submitted = tuple["Future[None]", "Future[None]"]
 """Futures of a step: done when the compute weights have their new values, and when the step is committed or skipped."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class OptimizerStep:
     """One step of one flat parameter.
 

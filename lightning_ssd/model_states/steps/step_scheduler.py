@@ -224,11 +224,16 @@ class StepScheduler:
         stepper = self._device_steps.stepper_of(flat) if self._overlap == "optimized" else None
         waiting: WaitingGradient | None = None
         arrived: list[bool] | None
-        if stepper is not None and len(gradient.on_device) == len(flat.param_views):
+        if stepper is not None and self._gradients.stays_on_device(flat):
             waiting, arrived = self._gradients.hand_over_on_device(flat)
-            on_host = finished(None)  # no copy to host memory is waited for
         else:
-            on_host, arrived = self._gradients.hand_over(flat)
+            arrived = self._gradients.hand_over(flat)
+        speculated = self._decision.speculated  # once: the end of an earlier step may change it
+        waits = arrived is not None and speculated is None and not self._decision.decided
+        if waiting is not None or (waits and self._ranks is None):
+            on_host = finished(None)  # no copy to host memory is waited for, or the scale is known after it
+        else:
+            on_host = self._gradients.on_host(flat, arrived)
         limit = self._running.limit
         reduced = self._running.defer_to_user_hooks
         if self._ranks is not None and not reduced:
@@ -236,8 +241,8 @@ class StepScheduler:
             arrived = None
         elif reduced or (arrived is None and limit is None and not self._decision.needs_norm):
             gradient.retain(arrived, self._decision.scale, limit)
-        for index in gradient.mark_stepped():
-            torch.autograd.graph.increment_version(flat.param_views[index].parameter)  # as the optimizer does
+        stepped = [flat.param_views[index].parameter for index in gradient.mark_stepped()]
+        torch.autograd.graph.increment_version(stepped)  # as the optimizer does
         # Values that a step may be rolled back to are not overwritten.
         ready: list[Future[Any]] = [] if store.layout.versions == 1 else [self._committed, self._records.last]
         if self._ranks is not None:
@@ -264,7 +269,7 @@ class StepScheduler:
         )
         self.history.submit(flat)
         if self._ranks is None or self._ranks.owns(flat):
-            weights, done = self._begin_step(flat, step, stepper, on_host, ready)
+            weights, done = self._begin_step(flat, step, stepper, speculated, on_host, ready)
         else:
             weights, done = self._ranks.follow(flat, options, reduced=reduced)
         gradient.submit_step(done)  # the owner of several ranks reads it until then, or this rank has reduced it
@@ -278,16 +283,17 @@ class StepScheduler:
         flat: FlatParameter,
         step: OptimizerStep,
         stepper: DeviceStepper | None,
+        speculated: float | None,
         on_host: "Future[None]",
         ready: "list[Future[Any]]",
     ) -> Submitted:
         """Begins a step by `stepper` (None: by the CPU), speculatively, or when the scale is known, and all of `ready`
         are done.
 
-        `on_host` is done when the gradient is in host memory, or at once if the gradient waits on the device. Returns
-        the futures of the compute weights and of the whole step.
+        `on_host` is done when the gradient is in host memory, or at once if the gradient waits on the device, or if the
+        scale is known after its copy. Returns the futures of the compute weights and of the whole step.
         """
-        speculated, accumulated = self._decision.speculated, step.arrived is None
+        accumulated = step.arrived is None
         # A step that is not committed must not change the values or the gradient. That of several ranks is their mean.
         kept = not accumulated or (self._ranks is not None and not self._running.defer_to_user_hooks)
         revertible = self._decision.scale.done() or (self._stores[flat].layout.versions == 2 and kept)
@@ -350,8 +356,10 @@ class StepScheduler:
             self._running.limit = clipping.limit
             self._decision.reset_checks()  # which are not of this step
             self._decision.merge_checks(dict(clipping.found))
-        if (in_flight := self._decision.decide(clipping.scale)) is not None:
-            self._gradients.in_flight.add(*in_flight)
+        in_flight = self._decision.decide(clipping.scale, awaited_for_gradients=self.has_submitted)
+        if in_flight is not None:
+            data, mark = in_flight
+            self._gradients.in_flight.add([data], mark)
         self._check_memory_is_stepped_once(optimizer)
         self._submit_remaining(optimizer)
         self._weights_first.note(self._gradients.pop_waited() + self._waited)
@@ -403,8 +411,8 @@ class StepScheduler:
         for flat, gradient in self._gradients.of(optimizer):
             if GradientState.PRESENT in gradient.states:
                 gradient.fold()
-                on_host, arrived = self._gradients.hand_over(flat)
-                wait_for(on_host, "gradients")
+                arrived = self._gradients.hand_over(flat)
+                wait_for(self._gradients.on_host(flat, arrived), "gradients")
                 gradient.skip_step(arrived, scale, clipping.limit)
                 self._gradients.norms.reset(flat)
 

@@ -18,7 +18,7 @@ from lightning_ssd.model_states.units.compiled_modules import (
     is_compiled,
     is_region,
 )
-from lightning_ssd.model_states.units.flat import ALIGNMENT, FlatParameter, ParamView, in_memory_order
+from lightning_ssd.model_states.units.flat import ALIGNMENT, FlatParameter, ParamView, in_memory_order, with_stride
 from lightning_ssd.model_states.units.loaded import Loaded, LoadedValues, exact_value, loading_to_meta
 from lightning_ssd.model_states.units.materialize import (
     MetaTensors,

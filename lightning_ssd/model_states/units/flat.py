@@ -81,9 +81,14 @@ def in_memory_order(values: Tensor, stride: tuple[int, ...]) -> Tensor:
     Returns:
         A contiguous one-dimensional tensor of `values.numel()` elements; a view if `values` has these strides.
     """
-    if values.stride() != stride:
-        values = torch.empty_strided(values.shape, stride, dtype=values.dtype, device=values.device).copy_(values)
-    return values.as_strided((values.numel(),), (1,))
+    return with_stride(values, stride).as_strided((values.numel(),), (1,))
+
+
+def with_stride(values: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """Returns `values` if they have the strides `stride`, else a copy that has them."""
+    if values.stride() == stride:
+        return values
+    return torch.empty_strided(values.shape, stride, dtype=values.dtype, device=values.device).copy_(values)
 
 
 class FlatParameter:
@@ -131,6 +136,9 @@ class FlatParameter:
         """Number of running forwards of the unit and running operators that use the compute weights."""
         self.thread = 0
         """Identity of the thread on which the last of them began."""
+        self.recomputed_by = 0
+        """Identity of the thread in backward whose operators outside of forwards have used the weights of this unit
+        last, which are kept on the device until it uses another unit. 0: there is none."""
         self.forwards = 0
         """Number of running forwards of the unit."""
         self.summoned = False

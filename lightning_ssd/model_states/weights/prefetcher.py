@@ -10,8 +10,8 @@ lock. Its holder waits only for steps, reads and copies, whose threads never acq
 other threads: with a lock, too, the training thread would evict or step weights between two of their operators.
 
 Ownership: the device memory of a resident flat parameter belongs to the copy from the host until its mark is reached,
-which the compute stream waits for before a use; then to the running operations, which `users` and `_nodes` count;
-and to `evict` after that.
+which the compute stream waits for before a use; then to the running operations, which `users`, `recomputed_by` and
+`_nodes` tell; and to `evict` after that.
 """
 
 import contextlib
@@ -77,6 +77,8 @@ class ParamPrefetcher:
         """Units whose weights operators outside of their forwards have used in this micro-batch's backward."""
         self._outside: set[int] = set()
         """Units whose weights such operators have used before backward, so that a gradient of them arrives."""
+        self._recomputing: dict[int, int] = {}
+        """The unit that has `recomputed_by` set for each thread in backward."""
         self._unrecorded: set[int] = set()
         """Units with a forward that autograd did not record, as that of a reentrant checkpoint."""
         self._nodes: dict[int, _RunningNode] = {}
@@ -88,7 +90,8 @@ class ParamPrefetcher:
         self._uses: list[int] = []
         self._cursor = 0
         self._lock = threading.RLock()
-        """Guards the fields above, and `users` of flat parameters. Reentrant: `unstage` and `pull` may call back."""
+        """Guards the fields above, and `users` and `recomputed_by` of flat parameters. Reentrant: `unstage` and `pull`
+        may call back."""
 
     def begin(self, kind: str) -> None:
         """Begins a micro-batch; `kind` is "train" or "evaluate"."""
@@ -100,6 +103,8 @@ class ParamPrefetcher:
             for units in (self._recomputed, self._outside, self._unrecorded):
                 units.clear()
             self._nodes.clear()
+            for thread in list(self._recomputing):
+                self._end_recomputation(thread)
             self._uses = []
             self._cursor = 0
 
@@ -154,11 +159,15 @@ class ParamPrefetcher:
                     self.check(flat)
                     self._pull(flat)
                 for unit in dict.fromkeys(self._unit_of[flat] for flat in held):
-                    if record:
-                        (self._recomputed if in_backward() else self._outside).add(unit)
-                        self._use(unit)
-                    else:
+                    if not record:
                         self._make_resident(unit)
+                    elif in_backward():
+                        self._recomputed.add(unit)
+                        self._use(unit)
+                        self._begin_recomputation(unit)
+                    else:
+                        self._outside.add(unit)
+                        self._use(unit)
             yield
         finally:
             with self._lock:
@@ -268,6 +277,7 @@ class ParamPrefetcher:
         """Evicts `flat`. A later prefetch copies the values that are stored then."""
         with self._lock:
             load = self._loads.pop(flat, None)
+            flat.recomputed_by = 0
             if load is not None:
                 try:
                     load.wait()
@@ -293,7 +303,25 @@ class ParamPrefetcher:
             self._load(unit)
         self._wait_for_unit(unit)
 
+    def _begin_recomputation(self, unit: int) -> None:
+        """Has later operators of this thread on the weights of `unit` run directly, as in its forward.
+
+        Most are of the same recomputation: `torch.utils.checkpoint` of a function calls no hooks of the module again.
+        """
+        thread = threading.get_ident()
+        self._recomputing[thread] = unit
+        for flat in self._units[unit]:
+            if flat in self._loads and not flat.recomputed_by:  # else another thread's operators may run
+                flat.recomputed_by = thread
+
+    def _end_recomputation(self, thread: int) -> None:
+        for flat in self._units[self._recomputing.pop(thread)]:
+            if flat.recomputed_by == thread:
+                flat.recomputed_by = 0
+
     def _use(self, unit: int) -> None:
+        if self._recomputing.get(thread := threading.get_ident(), unit) != unit:
+            self._end_recomputation(thread)
         if not self._uses or self._uses[-1] != unit:
             self._uses.append(unit)
             expected = self._expected[self._kind]
@@ -367,7 +395,8 @@ class ParamPrefetcher:
         kept = set(expected).union(*(running.units for running in self._nodes.values()))
         for flat, load in list(self._loads.items()):
             # A load that is not issued yet would write to memory of its next owner.
-            if self._unit_of[flat] not in kept and not flat.users and load.issued:
+            in_use = flat.users or flat.recomputed_by
+            if self._unit_of[flat] not in kept and not in_use and load.issued:
                 self.evict(flat)
 
 

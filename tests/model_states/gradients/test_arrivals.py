@@ -118,13 +118,14 @@ def test_gradients_that_wait_on_the_device_are_offloaded_if_others_are_added(
     """
     shared = Shared(monkeypatch, share=1.0, kept=1.0)
     left: list[int] = []
-    offload = GradientOffloader.offload_kept
+    offload = GradientOffloader.offload
 
     def counted(offloader: GradientOffloader, flat: Any) -> None:
-        left.append(len(offloader[flat].on_device))
+        if flat not in offloader._waiting:
+            left.append(len(offloader[flat].on_device))
         offload(offloader, flat)
 
-    monkeypatch.setattr(GradientOffloader, "offload_kept", counted)
+    monkeypatch.setattr(GradientOffloader, "offload", counted)
     compare(tmp_path, module, "host", gradient_clip_val=clip)
     assert (shared.waiting > 0) == (module is not Freezing) and any(left)
 
@@ -197,6 +198,7 @@ class ToldCopies(LateCopies):
         self.waiting: set[int] = set()
         self.most = 0
         self.num_awaited = 0
+        self.num_groups = 0
 
     def d2h(self, *args: Any, awaited: bool = False, **kwargs: Any) -> Any:
         mark = super().d2h(*args, awaited=awaited, **kwargs)
@@ -204,6 +206,10 @@ class ToldCopies(LateCopies):
         self.waiting.add(mark.number)
         self.most = max(self.most, len(self.waiting))
         return mark
+
+    def d2h_each(self, *args: Any, **kwargs: Any) -> Any:
+        self.num_groups += 1
+        return super().d2h_each(*args, **kwargs)
 
     def wait(self, mark: Any) -> None:
         if mark is not None and mark.direction == "d2h":
@@ -233,6 +239,8 @@ def test_gradients_in_flight_are_bounded_and_waited_for_when_backward_ends(
     fit(tmp_path, Watching(), "host", strategy={"offload": "none"})
     assert left == [0, 0, 0]
     assert engines[0].most == (2 if nbytes == 1 else 8)
+    # Those of a block are copied together, unless that is too much memory.
+    assert engines[0].num_groups == (24 if nbytes == 1 else 6)
     # In each of three steps, the last gradients of two blocks.
     assert engines[0].num_awaited == 6
 

@@ -301,7 +301,7 @@ def moved_to_device(gradient: Gradient, flat: FlatParameter) -> WaitingGradient:
     """Returns the gradient in host memory on the device instead."""
     values = [view.flatten(view.of(gradient.host_grad).clone()) for view in flat.param_views]
     gradient.host_grad.fill_(float("nan"))
-    return WaitingGradient(flat, values, None, gradient.target)
+    return WaitingGradient(flat, values, None, gradient)
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=6), st.integers(CUT, 4 * CUT))
