@@ -142,7 +142,7 @@ def _prediction(builder: StepTasks, memory: MemoryLog, begin: float, end: float)
             elif task.resource in (COPY_IN, COPY_OUT):
                 copied += task.amount
     busy["launch"] = builder.launch_seconds
-    gpu, host, ssd = resident_bytes(model, plan)
+    gpu, host, ssd = (sum(both) for both in zip(resident_bytes(model, plan), memory.peaks(), strict=True))
     # If the host synchronizes in every step, the step grows by the largest kernel-launch delay.
     launch_delay = max(issued - (task.end - begin) for task, issued in builder.launches) if model.synchronizes else 0.0
     # A resource may have a backlog at the end of the simulated steps, which can't grow in the steady state.
@@ -151,9 +151,9 @@ def _prediction(builder: StepTasks, memory: MemoryLog, begin: float, end: float)
         step_seconds=seconds,
         busy_seconds=busy,
         stall_seconds=max(0.0, seconds - busy["compute"]),
-        gpu_peak_bytes=max(0, gpu + model.other_gpu_bytes + max(sample[1] for sample in memory.samples)),
-        host_peak_bytes=host + max(sample[2] for sample in memory.samples),
-        ssd_peak_bytes=ssd + max(sample[3] for sample in memory.samples),
+        gpu_peak_bytes=max(0, gpu + model.other_gpu_bytes),
+        host_peak_bytes=host,
+        ssd_peak_bytes=ssd,
         ssd_read_bytes=round(read),
         ssd_written_bytes=round(written),
         copied_bytes=round(copied),
