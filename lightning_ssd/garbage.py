@@ -1,6 +1,8 @@
-"""Garbage collections: full ones during a training examine its objects alone."""
+"""Garbage collections: full ones during a training examine its objects alone, and there are none during a search."""
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 AT_STARTUP = 1000
 """More objects than an interpreter freezes when it starts (Python 3.12: 375)."""
@@ -49,3 +51,15 @@ class ShortCollections:
 
 def _full_collections() -> int:
     return int(gc.get_stats()[-1]["collections"])
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Disables garbage collections, which take an eighth of the time of a plan: its objects live as long as it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

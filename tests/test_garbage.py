@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
-from lightning_ssd.garbage import ShortCollections
+from lightning_ssd.garbage import ShortCollections, without_collections
 from tests.support.garbage import collect
 from tests.support.models import Model
 from tests.support.states import host, train
@@ -146,3 +146,15 @@ def test_objects_that_user_code_has_frozen_stay_frozen(tmp_path: Path) -> None:
     train(tmp_path, host(), Model(), callbacks=[Collects()])
     assert 0.9 * count < gc.get_freeze_count() <= count  # some were freed, and none was added
     gc.unfreeze()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_collections_are_enabled_afterwards_if_they_were_before(enabled: bool) -> None:
+    if not enabled:
+        gc.disable()
+    try:
+        with without_collections():
+            assert not gc.isenabled()
+        assert gc.isenabled() is enabled
+    finally:
+        gc.enable()

@@ -34,7 +34,7 @@ from lightning_ssd.autoplan.plan_runner import COMPARED_STEPS, Comparison, PlanR
 from lightning_ssd.autoplan.profiled_steps import ProfiledSteps
 from lightning_ssd.autoplan.protocol import StatesOwner, Training
 from lightning_ssd.autoplan.recompilation import Recompilation
-from lightning_ssd.planning import ModelProfile, Plan, Prediction, checkpoint_all, render_summary
+from lightning_ssd.planning import ModelProfile, Plan, Prediction, checkpoint_all, render_summary, simulate
 from lightning_ssd.profiling import (
     add_unseen_memory,
     current_placement,
@@ -315,9 +315,10 @@ class PlanCycle(ProfiledSteps):
                 self._states_moved = True
                 num_resident = runner.placement.weights.count("gpu")
                 report_move(self.training, runner, elsewhere)
+                predicted = simulate(runner.profile, runner.hardware, elsewhere)
                 runner = self._move_states(runner, owner, elsewhere)
                 self._unmoved = plan if runner.placement.weights.count("gpu") > num_resident else None
-                plan = self._maker.make(runner)
+                plan = self._maker.make_moved(runner, elsewhere, predicted)
         self.stage = "correct"
         self._apply(runner, plan)
 

@@ -13,6 +13,7 @@ from lightning_ssd.planning import (
     HardwareProfile,
     ModelProfile,
     Plan,
+    Prediction,
     checkpoint_all,
     default_plan,
     default_window,
@@ -243,3 +244,23 @@ class PlanMaker:
             return plan
         gain = MIN_LEAVE_GAIN if resident else MIN_MOVE_GAIN
         return plan if better.step_seconds <= (1 - gain) * prediction.step_seconds else None
+
+    def make_moved(self, runner: PlanRunner, plan: Plan, predicted: Prediction) -> Plan:
+        """Returns the plan after model states were moved to their tiers in `plan`, for which they are profiled anew.
+
+        Another search takes as long as the first one. It is made if the limits of memory or the tiers are other ones
+        than were expected.
+
+        Args:
+            runner: runner with the profiles after the move.
+            plan: result of `make_elsewhere`.
+            predicted: its prediction before the move.
+        """
+        placed = runner.placement.apply(runner.profile, plan)
+        found = simulate(runner.profile, runner.hardware, placed)
+        changes = (
+            found.step_seconds / predicted.step_seconds - 1,
+            (found.gpu_peak_bytes - predicted.gpu_peak_bytes) / runner.hardware.gpu_bytes,
+        )
+        as_expected = max(map(abs, changes)) <= TOLERANCE and not found.excess_bytes(runner.hardware)
+        return placed if as_expected else self.make(runner)

@@ -35,6 +35,9 @@ class Task:
         "amount", "begin", "end", "followers", "gpu", "host", "number", "priority", "resource", "ssd", "step",
         "waiting", "write",
     )  # fmt: skip
+    begin: float
+    end: float
+    number: int
 
     def __init__(
         self,
@@ -50,13 +53,9 @@ class Task:
         self.step = step
         self.write = write
         self.priority = priority
-        self.gpu = (0, 0)
-        self.host = (0, 0)
-        self.ssd = 0
-        self.waiting = 0
+        self.gpu = self.host = (0, 0)
+        self.ssd = self.waiting = 0
         self.followers: list[Task] = []
-        self.number = 0
-        self.begin = self.end = 0.0
         for task in after:
             if task is not None:
                 task.followers.append(self)
@@ -76,6 +75,11 @@ class MemoryLog:
         self._host += host
         self._ssd += ssd
         self.samples.append((now, self._gpu, self._host, self._ssd))
+
+    def peaks(self) -> tuple[int, int, int]:
+        """Returns the most bytes that were in use: GPU, host and SSD bytes."""
+        _, gpu, host, ssd = zip(*self.samples, strict=True)
+        return max(gpu), max(host), max(ssd)
 
 
 def run(tasks: list[Task], hardware: HardwareProfile) -> MemoryLog:
@@ -156,14 +160,12 @@ def run(tasks: list[Task], hardware: HardwareProfile) -> MemoryLog:
             memory.add(now, -task.gpu[1], -task.host[1], task.ssd)
         if number:
             share_link()
-        touched = {resource}
         for follower in task.followers:
             follower.waiting -= 1
             if not follower.waiting:
                 make_ready(follower)
-                touched.add(follower.resource)
-        for other in touched:
-            if running[other] is None and ready[other]:
+        for other, tasks_of_resource in enumerate(ready):
+            if tasks_of_resource and running[other] is None:
                 begin_next(other)
     assert ended == len(tasks), "tasks wait for each other in a circle"
     return memory

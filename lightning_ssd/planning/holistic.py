@@ -16,7 +16,7 @@ from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.papers import plan_fuyou, plan_lohan, plan_ssdtrain
 from lightning_ssd.planning.phase import iteration_seconds, step_phases
 from lightning_ssd.planning.plan import PartPlan, Plan
-from lightning_ssd.planning.resident import DEVICE_STEP_BYTES, steps_on_gpu_fit
+from lightning_ssd.planning.resident import DEVICE_STEP_BYTES, resident_bytes, steps_on_gpu_fit
 from lightning_ssd.planning.saved_groups import (
     INPUT,
     FixedPlacement,
@@ -31,7 +31,7 @@ from lightning_ssd.planning.saved_groups import (
 )
 from lightning_ssd.planning.simulator import Prediction, count_steps, simulate
 from lightning_ssd.planning.stages import cut_stages
-from lightning_ssd.planning.unit_lifetimes import plan_units
+from lightning_ssd.planning.unit_lifetimes import rated_plan
 from lightning_ssd.types import ClipMode, InputChoice, Tier
 
 GPU_SHARES = tuple(step / 8 for step in range(9))
@@ -119,11 +119,12 @@ def plan_holistic(model: ModelProfile, hardware: HardwareProfile, fixed: FixedPl
     Plans are simulated with `CAUTION`, so that they are fast on a busy host, too.
 
     The papers' plans, and those that a person would write (keep all, checkpoint every block, SSDTrain's rule), are
-    simulated first. Further plans fill the memory that the plan of least memory leaves unused: the GPU with parts of
-    units and kept activations, the host with weights, states and swapped activations. These plans are ranked by a bound
-    (the time of the busiest resource in forward, plus that in backward, as in LoHan and Fuyou), and the best ones are
-    simulated. If the fastest plan intercepts units, and is faster by less than `PLAIN_GAIN` than all that intercept
-    none, the fastest of the latter is the result.
+    simulated first, except Teraio's: its search takes the longest, and ends early if faster plans are known. Further
+    plans fill the memory that the plan of least memory leaves unused: the GPU with parts of units and kept activations,
+    the host with weights, states and swapped activations. These plans are ranked by a bound (the time of the busiest
+    resource in forward, plus that in backward, as in LoHan and Fuyou), and the best ones are simulated. If the fastest
+    plan intercepts units, and is faster by less than `PLAIN_GAIN` than all that intercept none, the fastest of the
+    latter is the result.
 
     If units have parts, the search is made for whole units first, and continued with parts from its best point: units
     are fewer, and their plan is a candidate, so that a division makes no plan slower.
@@ -136,10 +137,12 @@ def plan_holistic(model: ModelProfile, hardware: HardwareProfile, fixed: FixedPl
     hardware = hardware.with_host_overhead(CAUTION)
     search = _Search(model, hardware, fixed)
     if fixed is not None or model.undivided is model:
-        return search.choose(search.search_all())
-    whole = _Search(model.undivided, hardware, None)
-    whole.search_all()
-    return search.choose(search.continue_from(whole))
+        search.search_all()
+    else:
+        whole = _Search(model.undivided, hardware, None)
+        whole.search_all()
+        search.continue_from(whole)
+    return search.choose()
 
 
 def min_memory_plan(model: ModelProfile, window_bytes: int | None = 0, ssd_bytes: float = inf) -> Plan:
@@ -210,6 +213,10 @@ class _Search:
         start = simulate(model, hardware, min_memory)
         self._considered = [_Considered(_score(start, hardware), _wear(start), min_memory, start)]
         self.fastest = self._considered[0]
+        self._limit = self.fastest.score
+        """The least score of `consider_other`, or that of the plan of least memory."""
+        self.of_teraio: Sequence[Plan] = ()
+        """Teraio's plan, once it was made."""
         self._plain: _Considered | None = None
         """The fastest plan that fits and intercepts no unit."""
         self._gpu_bytes = hardware.gpu_bytes - model.largest_tensor_bytes
@@ -230,9 +237,9 @@ class _Search:
         self._ideal_seconds = model.forward_seconds + model.backward_seconds
         """Seconds of a micro-batch that waits for nothing."""
 
-    def search_all(self) -> _Considered:
-        """Searches among the papers' plans and all points. Returns the best of the papers' plans."""
-        of_papers = self.consider_papers()
+    def search_all(self) -> None:
+        """Searches among the papers' plans, those that a person would write, and all points."""
+        self.consider_papers()
         ranked = self.ranked()
         self.consider_written(self.plan(ranked[0]))
         self._simulations = 0  # the limit is for the points below
@@ -241,37 +248,41 @@ class _Search:
             if not self.is_over():
                 self.try_point(point)
         self.refine()
-        self.try_few_launches()
-        self.share_steps()
-        return of_papers
+        self._improve()
 
-    def continue_from(self, whole: "_Search") -> _Considered:
-        """Continues the ended search for whole units with parts of them: its plan is a candidate, its best point the
+    def continue_from(self, whole: "_Search") -> None:
+        """Continues the ended search for whole units with parts of them: its plans are candidates, its best point the
         first.
-
-        Returns the best of the papers' plans and that of whole units.
         """
         self.consider_papers()
-        self.consider(whole.fastest.plan)
-        begin = self.fastest
+        for plan in (whole.fastest.plan, whole.choose(), *whole.of_teraio):
+            self.consider_other(plan)
+        self._simulations = 0
         if whole._best_point is not None:
             _, point, _ = whole._best_point
             resident = sum(len(unit.own_parts) for unit in self.model.units[: point.resident])
             self.try_point(replace(point, resident=resident))
             self.refine()
+        self._improve()
+
+    def _improve(self) -> None:
+        """Simulates Teraio's plan, then improves the fastest plan: with few launches, and with steps on the GPU."""
+        most_seconds = inf if self.fastest.score[0] else CLOSE_ENOUGH * self.fastest.score[1]
+        *_, plan = rated_plan(self.model, self.model, self.hardware, self.fixed, most_seconds)
+        self.of_teraio = [plan]
+        self.consider_other(plan)
         self.try_few_launches()
         self.share_steps()
-        return begin
 
-    def consider_papers(self) -> _Considered:
-        """Simulates the plan of least memory and those of the papers. Returns the best one."""
-        for plan in (
-            min_memory_plan(self.model, ssd_bytes=self.hardware.ssd_bytes),
-            *(of_papers(self.model, self.hardware) for of_papers in PAPER_PLANNERS),
-            plan_units(self.model, self.hardware, self.fixed),
-        ):
-            self.consider(plan if self.fixed is None else self.fixed.apply(self.model, plan))
-        return self.fastest
+    def consider_papers(self) -> None:
+        """Simulates the plan of least memory and those of papers, but Teraio's."""
+        least = min_memory_plan(self.model, ssd_bytes=self.hardware.ssd_bytes)
+        for plan in (least, *(of_papers(self.model, self.hardware) for of_papers in PAPER_PLANNERS)):
+            self.consider_other(plan if self.fixed is None else self.fixed.apply(self.model, plan))
+
+    def consider_other(self, plan: Plan) -> None:
+        """Simulates the plan of another planner or search: the chosen one is not slower."""
+        self._limit = min(self._limit, _score(self.consider(plan), self.hardware))
 
     def consider_written(self, base: Plan) -> None:
         """Simulates the plans that a person would write, with the placement of `base`, and with all states on the GPU.
@@ -307,11 +318,11 @@ class _Search:
                 self._plain = min(self._plain or considered, considered, key=lambda item: item.score)
         return prediction
 
-    def choose(self, of_papers: _Considered) -> Plan:
+    def choose(self) -> Plan:
         """Returns the plan with the fewest transfers among those that are about as fast as the fastest.
 
         If a plan that intercepts no unit is about as fast, it is one of these. Other plans are not slower than the best
-        of the papers' plans. If no plan fits, it is the fastest one of about the least excess.
+        of `consider_other`. If no plan fits, it is the fastest one of about the least excess.
         """
         if self.fastest.score[0]:
             least = self.fastest.prediction
@@ -321,7 +332,7 @@ class _Search:
         among = [item for item in self._considered if item.is_plain or not fastest.is_plain]
         close = [item for item in among if not item.score[0] and item.score[1] <= CLOSE_ENOUGH * fastest.score[1]]
         least_wear = min(close, key=lambda item: (item.wear, item.score))
-        limit = of_papers.score[0], TIE * of_papers.score[1]
+        limit = self._limit[0], TIE * self._limit[1]
         must_be_fastest = not fastest.is_plain and limit < least_wear.score
         return (fastest if must_be_fastest else least_wear).plan
 
@@ -434,18 +445,33 @@ class _Search:
         """Moves optimizer steps to the GPU while the step gets shorter: those of parts in host memory, then on SSDs.
 
         Then gradients of these parts stay on the GPU while the step gets shorter. The preferred plan is tried,
-        and the plan of the best point with room for steps on the GPU, because plans without such steps use all memory.
+        and the plan of the best point with room for steps on the GPU, because plans without such steps use all memory:
+        if the preferred plan has no room, or has such steps already, or is slower.
         """
+        if self.model.micro_batches > 1:
+            return  # the CPU steps them all: their sums of gradients are not page-locked
         plans = [self._preferred.plan]
         if self._best_point is not None:
             plans.append(self._with_room_for_steps(*self._best_point[1:]))
-        # With several micro-batches the CPU steps them all: their sums of gradients are not page-locked.
-        for plan in plans if self.model.micro_batches == 1 else ():
-            if not steps_on_gpu_fit(self.model, plan):
-                continue
+        plans = [plan for plan in plans if self._has_room_for_steps(plan)]
+        if len(plans) > 1 and not self._is_better(plans[1], plans[0]):
+            if all(part.step == "cpu" for part in plans[0].placements):
+                plans.pop()
+        for plan in plans:
             for in_host in (True, False):
                 plan = self._share_steps_of(plan, offloaded_parts(self.model, plan, in_host=in_host))
             self._keep_gradients_of(plan)
+
+    def _has_room_for_steps(self, plan: Plan) -> bool:
+        """Returns whether the GPU has memory for steps of offloaded parts."""
+        offloaded = [index for index, part in enumerate(plan.parts(self.model)) if part.offloaded]
+        stepped = step_on_gpu(self.model, plan, 1, offloaded) if offloaded else plan
+        more = resident_bytes(self.model, stepped)[0] - resident_bytes(self.model, plan)[0]
+        unused = self.hardware.gpu_bytes - self.consider(plan).gpu_peak_bytes
+        return steps_on_gpu_fit(self.model, plan) and (unused < 0 or more <= unused)
+
+    def _is_better(self, plan: Plan, other: Plan) -> bool:
+        return _score(self.consider(plan), self.hardware) < _score(self.consider(other), self.hardware)
 
     def _with_room_for_steps(self, point: SearchPoint, unused: tuple[int, int]) -> Plan:
         """Returns the plan of `point` for less GPU memory: the rest is for optimizer steps on the GPU.
@@ -461,8 +487,7 @@ class _Search:
             _, _, left = self._keep(point)
             point = self._with_memory(point, point.gpu_bytes - left - missing, point.host_bytes)
             plan = self.plan(point)
-            peak = simulate(self.model, self.hardware, plan).gpu_peak_bytes
-            missing = peak + margin + DEVICE_STEP_BYTES - self._gpu_bytes
+            missing = self.consider(plan).gpu_peak_bytes + margin + DEVICE_STEP_BYTES - self._gpu_bytes
         return plan
 
     def _share_steps_of(self, plan: Plan, among: Sequence[int]) -> Plan:
@@ -482,7 +507,12 @@ class _Search:
         parts = plan.parts(self.model)
         among = [index for index, part in enumerate(parts) if part.step == "gpu"]
         count = sum(parts[index].gradients == "gpu" for index in among)
-        return self._best_count(plan, count, among, keep_gradients) if among else plan
+        if not among:
+            return plan
+        half, every = (keep_gradients(self.model, plan, kept, among) for kept in (len(among) // 2, len(among)))
+        if self._is_better(every, plan) and not self._is_better(half, every):
+            return every
+        return self._best_count(plan, count, among, keep_gradients)
 
     def _best_count(
         self,
@@ -494,16 +524,17 @@ class _Search:
         """Returns the fastest plan in which `change` has changed a number of the parts `among`, searching from `count`
         on.
         """
-        best = _score(self.consider(plan), self.hardware)
-        amount = len(among)
+        best = self.consider(plan)
+        amount = 1 << (len(among) - 1).bit_length()
         while amount:
-            for other in (count + amount, count - amount):
-                if 0 <= other <= len(among):
-                    changed = change(self.model, plan, other, among)
-                    score = _score(self.consider(changed), self.hardware)
-                    if score < best:
-                        plan, count, best = changed, other, score
-                        break
+            # If the CPU bounds a step, it is no shorter with fewer changed parts, of which the CPU does more.
+            fewer = best.step_seconds > CLOSE_ENOUGH * best.busy_seconds["cpu"]
+            for other in (min(count + amount, len(among)), max(count - amount, 0) if fewer else count):
+                changed = change(self.model, plan, other, among)
+                found = self.consider(changed)
+                if _score(found, self.hardware) < _score(best, self.hardware):
+                    plan, count, best = changed, other, found
+                    break
             else:
                 amount //= 2
         return plan

@@ -115,6 +115,8 @@ class _Room:
         self._ssd: Floats = np.zeros(count)
         self._rooms: dict[OffloadTierName, Floats] = {tier: np.zeros(2 * count) for tier in OFFLOAD_TIERS}
         """By tier, bytes that the tier and the link can carry while each operator runs."""
+        self._until: dict[OffloadTierName, Floats] = {}
+        """By tier, sums of these bytes before each operator, since they have changed last."""
 
     def add_time(self, seconds: Floats) -> None:
         """Adds the room of `seconds` for each operator."""
@@ -124,8 +126,10 @@ class _Room:
 
     def reach(self, tier: OffloadTierName, start: int, stop: int, size: float) -> int | None:
         """Returns the operator while which a transfer ends that begins with `start`; None: not before `stop`."""
-        total = self._sums(tier, start, stop, size)
-        return start + int(total.searchsorted(size)) if len(total) and total[-1] >= size else None
+        if (until := self._until.get(tier)) is None:
+            until = self._until[tier] = np.concatenate([[0.0], self._rooms[tier].cumsum()])
+        last = start + int(until[start + 1 : stop + 1].searchsorted(until.item(start) + size))
+        return last if last < stop else None
 
     def carry(self, tier: OffloadTierName, start: int, stop: int, size: float) -> None:
         """Uses the first room from `start` on and before `stop` for a transfer."""
@@ -152,6 +156,7 @@ class _Room:
 
     def _update(self, first: int, last: int) -> None:
         """Updates the room of operators from `first` to before `last`, in both steps."""
+        self._until.clear()
         link = np.maximum(0.0, self._link[first:last])  # differences of sums may be rounded below 0
         for tier, room in self._rooms.items():
             left = link if tier == "host" else np.minimum(link, np.maximum(0.0, self._ssd[first:last]))

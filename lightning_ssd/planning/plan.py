@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -89,12 +90,12 @@ class UnitPlan:
     checkpoint: bool = False
     gradients: GradientTier = "host"
 
-    @property
+    @cached_property
     def keeps_all(self) -> bool:
         """Whether all saved tensors of the unit are kept on the GPU."""
         return not self.checkpoint and {self.input, *self.operators.values()} == {"keep"}
 
-    @property
+    @cached_property
     def placement(self) -> PartPlan:
         """The placement of the parts that `parts` does not name."""
         return PartPlan(self.weights, self.states, self.step, self.gradients)
@@ -173,7 +174,8 @@ class Plan:
 
     def parts(self, model: ModelProfile) -> list[PartPlan]:
         """Returns the placement of each part in `model.parts`."""
-        return [self.units[unit.name].of(part.name) for unit in model.units for part in unit.own_parts]
+        placed = ((self.units[unit.name], unit.own_parts) for unit in model.units)
+        return [unit.parts.get(part.name, unit.placement) for unit, parts in placed for part in parts]
 
     def placed(self, model: ModelProfile, parts: Sequence[PartPlan]) -> "Plan":
         """Returns the plan with another placement of each part in `model.parts`."""

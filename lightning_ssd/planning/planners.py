@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from lightning_ssd.garbage import without_collections
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.holistic import CAUTION, plan_holistic
 from lightning_ssd.planning.model import ModelProfile
@@ -43,6 +44,7 @@ PLANNERS: Mapping[str, Planner] = {
 """All planners; the first is the default."""
 
 
+@without_collections()
 def make_plan(
     model: ModelProfile, hardware: HardwareProfile, planner: str = "holistic", fixed: FixedPlacement | None = None
 ) -> Plan:

@@ -160,20 +160,20 @@ def _prediction(
             elif task.resource in (COPY_IN, COPY_OUT):
                 copied += task.amount
     busy["launch"] = builder.launch_seconds
-    gpu, host, ssd = resident_bytes(model, plan)
-    gpu_peak = max(0, gpu + model.other_gpu_bytes + max(sample[1] for sample in memory.samples))
+    gpu, host, ssd = (sum(both) for both in zip(resident_bytes(model, plan), memory.peaks(), strict=True))
+    gpu = max(0, gpu + model.other_gpu_bytes)
     # If the host synchronizes in every step, the step grows by the largest kernel-launch delay.
     launch_delay = max(issued - (task.end - begin) for task, issued in builder.launches) if model.synchronizes else 0.0
     # A resource may have a backlog at the end of the simulated steps, which can't grow in the steady state.
     seconds = max(end - begin + max(0.0, launch_delay), *busy.values())
-    seconds += remap_seconds(model, hardware, gpu_peak)
+    seconds += remap_seconds(model, hardware, gpu)
     return Prediction(
         step_seconds=seconds,
         busy_seconds=busy,
         stall_seconds=max(0.0, seconds - busy["compute"]),
-        gpu_peak_bytes=gpu_peak,
-        host_peak_bytes=host + max(sample[2] for sample in memory.samples),
-        ssd_peak_bytes=ssd + max(sample[3] for sample in memory.samples),
+        gpu_peak_bytes=gpu,
+        host_peak_bytes=host,
+        ssd_peak_bytes=ssd,
         ssd_read_bytes=round(read),
         ssd_written_bytes=round(written),
         copied_bytes=round(copied),

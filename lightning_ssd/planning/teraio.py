@@ -12,6 +12,7 @@ from math import inf
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_ssd.planning.io_timeline import ROUNDING, Floats, IOTimeline
 from lightning_ssd.planning.migration import Migration, MigrationMachine, StepMemory, wrapped
@@ -72,6 +73,8 @@ class _Search:
         """Memory for results: to allocate it for each candidate takes longer than to compute them."""
         self.pressed_at = int(self.pressure.argmax())
         """An operator under pressure, if there is any."""
+        self.pressed: NDArray[np.int64] | None = None
+        """All operators under pressure, of two steps; `None`: the pressure has changed since they were found."""
         self.host: Floats = np.zeros(2 * self.count)
         """Bytes in host memory, for two steps."""
         self.host_peak_at = 0
@@ -177,9 +180,10 @@ class _Search:
 
     def _pressed(self, start: int, stop: int) -> tuple[int, int] | None:
         """Returns the range from the first to the last operator under pressure of a range, or None."""
-        parts = [self.pressure[first:last] for first, last in wrapped(start, stop, self.count)]
-        (found,) = np.nonzero(np.concatenate([self.pressure[:0], *parts]))
-        return (start + int(found[0]), start + int(found[-1]) + 1) if len(found) else None
+        if self.pressed is None:
+            (self.pressed,) = np.nonzero(np.tile(self.pressure, 2))
+        first, end = self.pressed.searchsorted((start, stop)).tolist()
+        return (self.pressed.item(first), self.pressed.item(end - 1) + 1) if first < end else None
 
     def _fits_host(self, start: int, stop: int, size: int) -> bool:
         most = self.machine.host_bytes - size
@@ -212,6 +216,7 @@ class _Search:
         for first, last in wrapped(start, stop, self.count):
             self.beyond[first:last] -= nbytes
             np.maximum(0.0, self.beyond[first:last], out=self.pressure[first:last])
+        self.pressed = None
 
     def necessary(self) -> list[Migration]:
         """Removes the migrations that memory does not need, the last ones first, and returns the others."""

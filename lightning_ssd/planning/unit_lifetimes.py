@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
+from operator import itemgetter
 
 import numpy as np
 
@@ -45,34 +47,34 @@ def plan_units(model: ModelProfile, hardware: HardwareProfile, fixed: FixedPlace
         hardware: profile of the machine.
         fixed: tiers of model states; None: weights and states migrate, too.
     """
-    plans: list[tuple[int, float, int, Plan]] = []
     divided = fixed is None and model.undivided is not model
-    for planned in (model, model.undivided) if divided else (model,):
-        _add_plans(plans, model, planned, hardware, fixed)
-    return min(plans)[-1]
+    found = [rated_plan(model, planned, hardware, fixed) for planned in (model, *[model.undivided] * divided)]
+    return min(found, key=itemgetter(0, 1))[2]
 
 
-def _add_plans(
-    plans: list[tuple[int, float, int, Plan]],
+def rated_plan(
     model: ModelProfile,
     planned: ModelProfile,
     hardware: HardwareProfile,
     fixed: FixedPlacement | None,
-) -> None:
-    """Adds plans in which the tensors of `planned` migrate, each with its excess bytes, step seconds and number.
+    most_seconds: float = inf,
+) -> tuple[int, float, Plan]:
+    """Returns the best plan in which the tensors of `planned` migrate, after its excess bytes and step seconds.
 
     `planned` is `model`, or `model` with units placed as a whole: migrations of its larger tensors may fit better.
+    While plans exceed the GPU's memory and take no more than `most_seconds`, others are made for less memory.
     """
+    plans: list[tuple[int, float, Plan]] = []
     steps = _StepLifetimes(planned, hardware, fixed)
-    step = steps.memory()
-    machine = _machine(hardware, fixed)
+    step, machine = steps.memory(), _machine(hardware, fixed)
 
     def consider(plan: Plan) -> Prediction:
         found = simulate(model, hardware, plan)
-        plans.append((found.excess_bytes(hardware), found.step_seconds, len(plans), plan))
+        plans.append((found.excess_bytes(hardware), found.step_seconds, plan))
         return found
 
     for tried in range(MAX_PLANS):
+        before = len(plans)
         migrations = plan_in_time(step, machine)
         made = steps.plan(migrations)
         plan = made if fixed is None else fixed.apply(model, made)
@@ -88,9 +90,11 @@ def _add_plans(
                     if staying:
                         consider(keep_gradients(model, plan, len(staying), staying))
         less = 2**tried * (found.gpu_peak_bytes - hardware.gpu_bytes)
-        if not 0 < less < machine.gpu_bytes:
+        fastest = min(seconds for _, seconds, _ in plans[before:])
+        if not 0 < less < machine.gpu_bytes or fastest > most_seconds:
             break
         machine = replace(machine, gpu_bytes=machine.gpu_bytes - less)
+    return min(plans, key=itemgetter(0, 1))
 
 
 def _machine(hardware: HardwareProfile, fixed: FixedPlacement | None) -> MigrationMachine:

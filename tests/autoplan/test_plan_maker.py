@@ -75,3 +75,21 @@ def test_states_move_in_place_of_saved_tensors_if_that_saves_a_tenth_of_a_step(
     elsewhere = PlanMaker(PlanOptions(), machine, torch.device("cpu")).make_elsewhere(runner, present)
     assert (best.num_freeing > present.num_freeing) is moved
     assert elsewhere == (best if moved else None)
+
+
+@pytest.mark.parametrize(("missing_bytes", "searches"), [(0, 0), (4 * GB, 1)])
+def test_the_plan_for_which_states_were_moved_is_applied_without_another_search_if_it_is_as_expected(
+    monkeypatch: pytest.MonkeyPatch, missing_bytes: int, searches: int
+) -> None:
+    model = make_model(24, saved=GB, inputs=GB // 10, parameters=GB // 20, forward=0.003)
+    machine = replace(H100, gpu_bytes=32 * GB)
+    elsewhere = make_plan(model, machine)
+    placement = FixedPlacement.of(model, elsewhere)
+    after = replace(machine, gpu_bytes=machine.gpu_bytes - missing_bytes)
+    runner: Any = SimpleNamespace(profile=model, hardware=after, placement=placement)
+    found = []
+    monkeypatch.setattr(plan_maker, "make_plan", lambda *given: found.append(make_plan(*given)) or found[-1])
+    maker = PlanMaker(PlanOptions(), machine, torch.device("cpu"))
+    plan = maker.make_moved(runner, elsewhere, simulate(model, machine, elsewhere))
+    assert len(found) == searches and plan == (found[0] if found else elsewhere)
+    assert not simulate(model, after, plan).excess_bytes(after)
