@@ -211,7 +211,7 @@ class Ranks(Uncopied):
         self._noticed.set()
         text = str(error)
         if not isinstance(error, RankError) and ("closed by peer" in text or "reset by peer" in text):
-            self.messages.failed.wait(_END_SECONDS)  # `_named_failure` has waited before it has raised a RankError
+            self.messages.failed.wait(_FAILURE_SECONDS)  # `_named_failure` has waited before it has raised a RankError
         if self.messages.failed.done():
             return self.messages.failed.exception()
         self.messages.fail(error)
