@@ -249,6 +249,9 @@ class RankMessages(Uncopied):
                     )
                 )
             return False
+        except Exception as error:  # such as for lack of memory; the thread would end, and waits for messages would not
+            self.fail(error)
+            return False
         self._received += 1
         if key[0] == Topic.FAILURE:
             self._fail_all(RankError(f"{self._name(rank)} has failed: {content}"))

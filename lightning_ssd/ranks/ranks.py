@@ -210,21 +210,21 @@ class Ranks(Uncopied):
         """
         self._noticed.set()
         text = str(error)
-        if "closed by peer" in text or "reset by peer" in text:
-            self.messages.failed.wait(_END_SECONDS)
+        if not isinstance(error, RankError) and ("closed by peer" in text or "reset by peer" in text):
+            self.messages.failed.wait(_FAILURE_SECONDS)  # `_named_failure` has waited before it has raised a RankError
         if self.messages.failed.done():
             return self.messages.failed.exception()
         self.messages.fail(error)
         return None
 
     def close(self) -> None:
-        """Ends the messages, and the collectives with other hosts if no rank has failed: the training has ended."""
+        """Ends the messages, and the collectives with other hosts, which learn of a failure by that."""
         self._noticed.set()
         self.messages.close()
-        if not self.messages.failed.done():
-            for group in (self._world, self.hosts):
-                if group is not None:
-                    dist.destroy_process_group(group)
+        groups, self._world, self.hosts = (self._world, self.hosts), None, None
+        for group in groups:
+            if group is not None:
+                dist.destroy_process_group(group)
 
 
 def _begin_end(noticed: threading.Event, failed: "Future[None]") -> None:

@@ -69,10 +69,10 @@ def die(module: Net, index: int, rank: int = 1) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def fail_and_stay() -> None:
+def fail_and_stay(**strategy: Any) -> None:
     """Rank 1 fails, and its process does not end before rank 0's, with which the store ends."""
     try:
-        fit(Net(fail), states="gpu")
+        fit(Net(fail), **strategy)
     except ValueError:
         dist.distributed_c10d._get_default_store().wait(["never"], timedelta(minutes=5))
 
@@ -233,7 +233,7 @@ ENDS = {
     ),
     "raise, in DDP": (lambda: fit(Net(fail, "backward"), states="gpu"), 0, "lightning_ssd: rank 1 has failed: Value"),
     "raise and stay, in DDP": (
-        fail_and_stay,
+        lambda: fail_and_stay(states="gpu"),
         0,
         "(lightning_ssd|RankError): rank 1 has failed: ValueError: a bad batch",
     ),
@@ -243,6 +243,7 @@ ENDS = {
 ENDS_ON_HOSTS = {
     "kill": lambda: fit(Net(die, "backward")),
     "raise between sums": lambda: fit(Reversed(fail, "backward")),
+    "raise and stay": fail_and_stay,
 }
 """Trainings of two hosts, the second of which ends."""
 

@@ -3,7 +3,7 @@
 import os
 import socket
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing import Pipe
@@ -13,7 +13,18 @@ import pytest
 
 from lightning_ssd import waits
 from lightning_ssd.futures import Future
-from lightning_ssd.ranks import RankError, RankMessages, Topic
+from lightning_ssd.ranks import RankError, RankMessages, Ranks, Topic
+
+
+class Unreadable:
+    """A content that its receiver can't make."""
+
+    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
+        return no_room, ()
+
+
+def no_room() -> object:
+    raise MemoryError("no room")
 
 
 @pytest.fixture
@@ -106,6 +117,25 @@ def test_a_dead_rank_is_named(three: list[RankMessages]) -> None:
             ended.shutdown(socket.SHUT_RDWR)
     with pytest.raises(RankError, match="rank 1 has died"):
         wait.result(timeout=60)
+
+
+def test_a_message_that_cannot_be_read_ends_all_ranks(three: list[RankMessages]) -> None:
+    first, second, third = three
+    waits = [first.collect(Topic.TRAINING, 0, 0, [1]), third.collect(Topic.STEP, 0, 0, [1])]
+    second.post(Topic.TRAINING, 0, 0, Unreadable(), [0])
+    for wait in waits:
+        with pytest.raises(RankError, match="rank 0 has failed: MemoryError: no room"):
+            wait.result(timeout=60)
+
+
+def test_a_collective_that_another_host_has_ended_is_not_taken_for_the_end_of_a_rank_of_this_one(
+    three: list[RankMessages], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was waited for already, where the collective has ended: a second wait exceeds the time of an end."""
+    monkeypatch.setattr(Future, "wait", None)
+    error = RankError("a process of another host has ended: Connection closed by peer")
+    assert Ranks(three[0], []).notice(error) is None
+    assert three[0].failed.exception() is error
 
 
 def test_a_forked_process_does_not_keep_connections(three: list[RankMessages]) -> None:
