@@ -116,6 +116,11 @@ class Module(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), fused=True if "fused" in self._mode else None)
 
 
+def count_retries() -> int:
+    """Returns the allocations of GPU memory so far that found none before torch had freed its cache."""
+    return int(torch.cuda.memory_stats()["num_alloc_retries"])
+
+
 class RamWatch:
     """Records the most RAM of this process, by a thread that reads it every second."""
 
@@ -175,7 +180,7 @@ class Probe(pl.Callback):
             self.final, self.seconds = batch_idx, time.monotonic() - self._began
         if self.final is not None and batch_idx == max(self.final, self._warm_up) and self._memory is not None:
             self._memory.reset_peak()
-            self._retries_before = self._memory.retries()
+            self._retries_before = count_retries()
         auto, planner = find_planners(trainer)
         self._outcome = "plan" if planner is not None else "none" if auto is None else auto.outcome
         if time.monotonic() >= self._told + TOLD_EVERY:
@@ -202,7 +207,7 @@ class Probe(pl.Callback):
             "mean": statistics.fmean(measured),
             "longest": max(measured),
             "peak": 0 if self._memory is None else self._memory.peak(),
-            "retries": 0 if self._memory is None else self._memory.retries() - self._retries_before,
+            "retries": 0 if self._memory is None else count_retries() - self._retries_before,
             "first": steps[0],
             "final": final,
             "seconds": self.seconds,

@@ -18,6 +18,7 @@ Options:
   batch=N          sequences a GPU in a micro-batch (default: 16)
   tokens=N         tokens of a sequence (default: 1024)
   gpu=GIB          memory of each GPU that may be used (default: 24 with `host` and peers, else all)
+  resident=GIB     memory of each GPU for weights and states that stay there, of `host` (default: none stay)
   warm-up=N, steps=N
 
 `--out` is written after each measured step; SIGTERM ends all, and prints the table.
@@ -67,7 +68,13 @@ def parse(text: str) -> dict[str, Any]:
     shape, *options = rest.split(",")
     hidden, layers = map(int, shape.split("x"))
     case = {"mode": mode, "hidden": hidden, "layers": layers, "batch": 16, "tokens": 1024}
-    case |= {"warm-up": 4, "steps": 8, "clip": 0, "gpu": 24 if mode in ("host", "deepspeed", "fsdp") else 0}
+    case |= {
+        "warm-up": 4,
+        "steps": 8,
+        "clip": 0,
+        "resident": 0,
+        "gpu": 24 if mode in ("host", "deepspeed", "fsdp") else 0,
+    }
     for option in options:
         name, _, value = option.partition("=")
         if name not in case:
@@ -173,8 +180,9 @@ def train(case: dict[str, Any], devices: int, path: str) -> None:
         cap_gpu_memory(case["gpu"], local)
     strategy: Any = "ddp" if devices > 1 else "auto"
     if case["mode"] != "ddp":
-        states = "gpu" if case["mode"] == "fits" else "host"
-        strategy = SSDOffloadStrategy(path, offload="none", states=states)
+        states: Any = "gpu" if case["mode"] == "fits" else "auto" if case["resident"] else "host"
+        gpu_memory = f"{case['resident']}GiB" if case["resident"] else "auto"
+        strategy = SSDOffloadStrategy(path, offload="none", states=states, gpu_memory=gpu_memory)
     times = Printed(losses=False)
     trainer = pl.Trainer(
         accelerator="gpu" if cuda else "cpu",

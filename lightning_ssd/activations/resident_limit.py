@@ -19,9 +19,6 @@ class AllocatorMeter(Protocol):
     def reset_peak(self) -> None:
         """Begins a new peak."""
 
-    def retries(self) -> int:
-        """Returns the allocations so far that found no memory before all cached memory was freed."""
-
 
 class ResidentLimit:
     """Learns from the allocator's peaks how many bytes of saved storages can be kept on the device.

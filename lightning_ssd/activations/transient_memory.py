@@ -17,9 +17,13 @@ class TransientMemory:
 
     A storage is named by the number of its buffer in the `ForwardGraph`. It may be freed on any thread; each event is
     one `append`, which is atomic.
+
+    Attributes:
+        largest: bytes of the largest allocation so far, saved tensors included.
     """
 
     def __init__(self) -> None:
+        self.largest = 0
         self._events: list[tuple[UnitCall, bool, int, int | None]] = []
         """(unit call, whether in its backward, buffer, change of bytes; None: the backward reads the buffer)."""
         self._now = (UnitCall(0, 0), False)
@@ -34,6 +38,7 @@ class TransientMemory:
     def alloc(self, storage: torch.UntypedStorage, buffer: int) -> None:
         """Records the allocation of a storage."""
         nbytes = storage.nbytes()
+        self.largest = max(self.largest, nbytes)
         self._events.append((*self._now, buffer, nbytes))
         self._alive[buffer] = weakref.ref(storage, lambda _: self._free(buffer, nbytes))
 

@@ -57,10 +57,6 @@ MAX_CHANGES = 3
 GROWTH = 0.01
 """Largest growth of allocated bytes / limit of memory, with which the plan still applies."""
 
-MAX_RETRIES = 2
-"""Allocations that find no memory among fragments, in the steps that correct a plan, above which it leaves more memory
-unused. Each frees all cached memory and maps it anew, for 12 ms (Llama of 1.21B in 24 GiB, results/bounds.md)."""
-
 log = logging.getLogger(__name__)
 
 Stage = Literal["profile", "calibrate", "correct", "final"]
@@ -275,7 +271,9 @@ class PlanCycle(ProfiledSteps):
             offload_all(self.training.offloader)
             return
         self.stage = "calibrate"
-        runner.apply(plan, warm_up=0)  # the fastest of few steps is no first one
+        # The first step waits for no optimizer jobs of the step before it, which was a slow one. Without such jobs, the
+        # fastest of few steps is no first one.
+        runner.apply(plan, warm_up=1 if plan.offloads_states and self._options.steps > 1 else 0)
 
     def _plan_profile(self, profile: ModelProfile) -> None:
         """Corrects a new profile by the timed steps, and makes the plan."""
@@ -384,10 +382,7 @@ class PlanCycle(ProfiledSteps):
         error = abs(comparison.step_seconds / comparison.predicted.step_seconds - 1)
         self.stage = "final"
         explained = runner.calibrate(comparison)
-        fragmented = comparison.alloc_retries > MAX_RETRIES and self._maker.reserve_more(runner)
-        plan = self._maker.make(runner) if fragmented else None
-        if plan is None and error > self._options.tolerance:
-            plan = self._maker.make_better(runner, explained=explained)
+        plan = self._maker.make_better(runner, explained=explained) if error > self._options.tolerance else None
         if plan is not None and plan != runner.plan:
             self._apply(runner, plan)
         else:

@@ -45,9 +45,9 @@ MIN_MOVE_GAIN = 0.1
 
 MIN_LEAVE_GAIN = 0.25
 """Share of a step that another placement of model states must save if all states are on the GPU now, and there is a
-plan with which they may stay there, or if more saved tensors are freed for it. It is larger than `MIN_MOVE_GAIN`,
-because times of states in host memory are predicted from a profile without any: a step predicted at 0.158 s took
-0.222 s (BERT with 0.94B parameters, H100), and staying was predicted at 0.171 s."""
+plan with which they may stay there. It is larger than `MIN_MOVE_GAIN`, because times of states in host memory are
+predicted from a profile without any: a step predicted at 0.158 s took 0.222 s (BERT with 0.94B parameters, H100), and
+staying was predicted at 0.171 s."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class PlanMaker:
         machine: the machine as measured, without the limits of this training.
         device: the training device.
         reserve: share of the GPU limit that plans leave unused, besides the reserve of `usable_gpu_memory`: steps have
-            run out of memory with less, or fragments need it.
+            run out of memory with less.
     """
 
     options: PlanOptions
@@ -207,9 +207,7 @@ class PlanMaker:
 
         A plan of a paper's planner should always be applied, because the paper's rule for activations assumes its
         placement of model states. A holistic plan should be applied if it is faster than the present one by
-        `MIN_MOVE_GAIN` or `MIN_LEAVE_GAIN`, or if the present one does not fit. The larger gain is needed for a plan
-        that checkpoints or offloads more units than now to have room for states on the device: the time of
-        recomputation is the least certain part of a prediction.
+        `MIN_MOVE_GAIN` or `MIN_LEAVE_GAIN`, or if the present one does not fit.
 
         Args:
             runner: runner with the profiles.
@@ -223,11 +221,15 @@ class PlanMaker:
         resident = tiers == {"gpu"}
         fits = not prediction.excess_bytes(runner.hardware)
         if holistic and fits and not resident and "ssd" not in tiers:
-            # Only moves to the device could be faster, by at most the share of the states that moves. The search takes
-            # as long as that for the present plan: half of the longest step after the first.
+            # Only moves to the device could be faster, by at most the share of the states that moves. If all units are
+            # checkpointed, there is most room for them, which is not taken from that of the largest tensor. The search
+            # takes as long as that for the present plan: half of the longest step after the first.
+            freeing = checkpoint_all(runner.profile, present) or present
+            least = min(prediction.gpu_peak_bytes, simulate(runner.profile, runner.hardware, freeing).gpu_peak_bytes)
             placed = zip(runner.profile.parts, present.parts(runner.profile), strict=True)
             offloaded = sum(profile.resident_bytes for (_, profile), part in placed if part.offloaded)
-            if runner.hardware.gpu_bytes - prediction.gpu_peak_bytes < MIN_MOVE_GAIN * offloaded:
+            room = runner.hardware.gpu_bytes - runner.profile.largest_tensor_bytes - least
+            if room < MIN_MOVE_GAIN * offloaded:
                 return None
         # The training will step as it does now, and the present plan is predicted so.
         plan = runner.placement.clipped(make_plan(runner.profile, runner.hardware, self.options.planner))
@@ -239,5 +241,5 @@ class PlanMaker:
             return None if same else plan
         if not fits:
             return plan
-        gain = MIN_LEAVE_GAIN if resident or plan.num_freeing > present.num_freeing else MIN_MOVE_GAIN
+        gain = MIN_LEAVE_GAIN if resident else MIN_MOVE_GAIN
         return plan if better.step_seconds <= (1 - gain) * prediction.step_seconds else None

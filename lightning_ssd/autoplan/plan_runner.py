@@ -59,8 +59,6 @@ class Comparison:
         step_seconds: duration of a step: the median of several.
         gpu_peak_bytes: peak of allocated GPU memory (CUDA; 0 on a CPU).
         host_peak_bytes: peak of host memory for activations and model states.
-        alloc_retries: allocations of GPU memory in all steps under the plan, after those of `WARMUP_AFTER_CHANGE`, that
-            found no room among the allocator's fragments. Each one synchronizes the device and frees all cached memory.
     """
 
     plan: Plan
@@ -68,7 +66,6 @@ class Comparison:
     step_seconds: float
     gpu_peak_bytes: int
     host_peak_bytes: int
-    alloc_retries: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +137,6 @@ class PlanRunner:
         self._timer = StepTimer(make_clock(self._offloader.device), HISTORY)
         device = self._offloader.device
         self._memory = allocator_memory(device)
-        self._retries = 0  # retried allocations before the measured steps
         self._mode: PlanMode | None = None
         self.slowdown = slowdown
         self._warm_up = 0
@@ -266,8 +262,6 @@ class PlanRunner:
             if not self._warm_up:
                 self._peak_bytes = 0
                 self._reset_peak()
-                if self._memory is not None:
-                    self._retries = self._memory.retries()
                 if self._states is not None:
                     self._stepped = self._states.steps.work()
             return
@@ -311,8 +305,7 @@ class PlanRunner:
             return None
         host_bytes = self._offloader.peak_pinned_bytes() + (0 if self._states is None else self._states.nbytes.host)
         seconds = list(self._timer.seconds)[-steps:]
-        retries = 0 if self._memory is None else self._memory.retries() - self._retries
-        return Comparison(self.plan, self.prediction, typical(seconds), self._gpu_peak(), host_bytes, retries)
+        return Comparison(self.plan, self.prediction, typical(seconds), self._gpu_peak(), host_bytes)
 
     def calibrate(self, comparison: Comparison) -> bool:
         """Corrects the profiles by measured steps of the plan in force, and predicts them again.

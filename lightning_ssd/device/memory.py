@@ -119,14 +119,6 @@ class CUDAMemory:
         """Resets the peak to the bytes that are allocated now."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
-    def retries(self) -> int:
-        """Returns the allocations so far that found no memory before all cached memory was freed.
-
-        Freeing it synchronizes the device.
-        """
-        nested = torch.cuda.memory_stats_as_nested_dict(self._device)
-        return int(nested["num_alloc_retries"]) if nested else 0
-
     def _read(self, name: str, statistic: str) -> int:
         # `torch.cuda.memory_allocated` would flatten about a hundred statistics to return one of them.
         nested = torch.cuda.memory_stats_as_nested_dict(self._device)

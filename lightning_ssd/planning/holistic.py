@@ -212,7 +212,11 @@ class _Search:
         self.fastest = self._considered[0]
         self._plain: _Considered | None = None
         """The fastest plan that fits and intercepts no unit."""
-        self._gpu_left = max(0, hardware.gpu_bytes - start.gpu_peak_bytes)
+        self._gpu_bytes = hardware.gpu_bytes - model.largest_tensor_bytes
+        """Bytes of the GPU that the search fills. The largest tensor has room besides, if possible: `remap_seconds`."""
+        if start.gpu_peak_bytes > self._gpu_bytes:
+            self._gpu_bytes = hardware.gpu_bytes
+        self._gpu_left = max(0, self._gpu_bytes - start.gpu_peak_bytes)
         self._host_left = max(0, hardware.host_bytes - start.host_peak_bytes)
         self._simulations = 1
         """Number of considered plans. Those that were simulated before count again."""
@@ -340,7 +344,7 @@ class _Search:
             self._tried.add(point)
             prediction = self.consider(self.plan(point))
             score = _score(prediction, self.hardware)
-            gpu = self.hardware.gpu_bytes - prediction.gpu_peak_bytes
+            gpu = self._gpu_bytes - prediction.gpu_peak_bytes
             host = self.hardware.host_bytes - prediction.host_peak_bytes
             if self._best_point is None or score < self._best_point[0]:
                 unused = max(0, int(gpu - margins[0])), max(0, int(host - margins[1]))
@@ -415,13 +419,13 @@ class _Search:
 
     def _try_few_launches_of(self, base: Plan) -> None:
         """Simulates plans with few launches that place model states as `base` does."""
-        excess = self.consider(keep_all(base)).gpu_peak_bytes - self.hardware.gpu_bytes
+        excess = self.consider(keep_all(base)).gpu_peak_bytes - self._gpu_bytes
         margin = int(MARGIN * self.hardware.gpu_bytes)
         for free, device_weight in product((free_tensors, free_units), DEVICE_WEIGHTS):
             nbytes = excess
             for _ in range(LAUNCH_TRIES):
                 plan, freed = free(self.model, self.hardware, base, nbytes, device_weight)
-                over = self.consider(plan).gpu_peak_bytes - self.hardware.gpu_bytes
+                over = self.consider(plan).gpu_peak_bytes - self._gpu_bytes
                 if over <= 0 or freed < nbytes:  # it fits, or frees all that it can
                     break
                 nbytes = freed + over + margin
@@ -458,7 +462,7 @@ class _Search:
             point = self._with_memory(point, point.gpu_bytes - left - missing, point.host_bytes)
             plan = self.plan(point)
             peak = simulate(self.model, self.hardware, plan).gpu_peak_bytes
-            missing = peak + margin + DEVICE_STEP_BYTES - self.hardware.gpu_bytes
+            missing = peak + margin + DEVICE_STEP_BYTES - self._gpu_bytes
         return plan
 
     def _share_steps_of(self, plan: Plan, among: Sequence[int]) -> Plan:

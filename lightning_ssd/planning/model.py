@@ -247,6 +247,8 @@ class ModelProfile:
         placement_bytes: GPU bytes of all model states, by which `states="auto"` decides whether they are offloaded.
             None: weights, gradients and states as counted by the units.
         ranks: processes that share offloaded model states. The CPU makes all steps of several.
+        largest_tensor_bytes: bytes of the largest tensor that forward or backward allocates on the GPU. The allocator
+            finds room for it only in one piece.
     """
 
     name: str
@@ -265,6 +267,7 @@ class ModelProfile:
     step_bytes: float | None = None
     placement_bytes: int | None = None
     ranks: int = 1
+    largest_tensor_bytes: int = 0
 
     def __post_init__(self) -> None:
         for field in ("micro_batches", "samples", "tokens", "ranks"):
@@ -274,6 +277,7 @@ class ModelProfile:
         check_not_negative("param_budget_bytes", self.param_budget_bytes or 0)
         check_not_negative("step_bytes", self.step_bytes or 0.0)
         check_not_negative("placement_bytes", self.placement_bytes or 0)
+        check_not_negative("largest_tensor_bytes", self.largest_tensor_bytes)
         if not self.units:
             raise ValueError("`units` is empty. Give at least one unit.")
         _check_unique("`units`", [unit.name for unit in self.units])
@@ -376,7 +380,7 @@ class ModelProfile:
             )
             for unit in self.units
         )
-        return replace(self, units=units)
+        return replace(self, units=units, largest_tensor_bytes=round(workspace * self.largest_tensor_bytes))
 
     def to_json(self, path: str | Path) -> None:
         """Saves the profile in the file `path`."""

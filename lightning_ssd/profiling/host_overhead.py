@@ -101,7 +101,7 @@ class _Probe:
 
     def measure(self) -> HostOverhead:
         """Returns the overhead: differences of host seconds between plans, per operation or saved tensor."""
-        tracer = TraceMode([[self._model]], self._device)
+        tracer = TraceMode([[self._model]], self._device, timed=False)
         policy = self._offloader.policy
         self._offloader.run(replace(policy, mode=tracer, on_saved=tracer.on_saved))
         self._run(self._offloader.hooks)

@@ -440,6 +440,7 @@ class Profiler(Uncopied):
             synchronizes=2 * self._num_ahead <= self._num_steps,
             shares_gradients=self._states is not None and self._states.shares_gradients,
             ranks=1 if self._states is None else self._states.num_ranks,
+            largest_tensor_bytes=self.graph.transients.largest,
         )
 
     def _launch_seconds(self, overhead: HostOverhead) -> Mapping[UnitCall, float]:

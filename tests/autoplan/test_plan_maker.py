@@ -40,12 +40,15 @@ def test_where_no_plan_fits_a_faster_one_of_about_the_same_excess_is_better(
         assert simulate(model, machine, expected).excess_bytes(machine) > runner.prediction.excess_bytes(machine)
 
 
-@pytest.mark.parametrize(("gpu_bytes", "searches"), [(12 * GB, 0), (60 * GB, 1)])
+@pytest.mark.parametrize(
+    ("gpu_bytes", "largest", "searches"), [(12 * GB, 0, 0), (60 * GB, 0, 1), (60 * GB, 55 * GB, 0)]
+)
 def test_states_are_not_moved_to_a_device_without_room_for_saved_tensors(
-    monkeypatch: pytest.MonkeyPatch, gpu_bytes: int, searches: int
+    monkeypatch: pytest.MonkeyPatch, gpu_bytes: int, largest: int, searches: int
 ) -> None:
-    """No plan is searched for. With room, the one that is found has states on the device."""
+    """No plan is searched for. With room besides the largest tensor, the one that is found has states on the device."""
     model = make_model(24, saved=GB, inputs=GB // 10, parameters=GB // 20, forward=0.003)
+    model = replace(model, largest_tensor_bytes=largest)
     machine = replace(H100, gpu_bytes=gpu_bytes, cpu_step_rate=1e9)
     fixed = FixedPlacement(("host",) * 24, ("host",) * 24)
     present = make_plan(model, machine, fixed=fixed)
@@ -55,20 +58,20 @@ def test_states_are_not_moved_to_a_device_without_room_for_saved_tensors(
     maker = PlanMaker(PlanOptions(), machine, torch.device("cpu"))
     elsewhere = maker.make_elsewhere(runner, present)
     assert not simulate(model, machine, present).excess_bytes(machine)
-    assert len(found) == searches and bool(present.num_freeing) is not bool(searches)
+    assert len(found) == searches
     assert elsewhere is (found[0] if found else None)
 
 
-@pytest.mark.parametrize(("cpu_step_rate", "moved"), [(1e9, True), (3e9, False)])
-def test_states_move_in_place_of_saved_tensors_if_that_saves_a_quarter_of_a_step(
+@pytest.mark.parametrize(("cpu_step_rate", "moved"), [(1e9, True), (3e9, True), (6e9, False)])
+def test_states_move_in_place_of_saved_tensors_if_that_saves_a_tenth_of_a_step(
     cpu_step_rate: float, moved: bool
 ) -> None:
-    """The search finds a plan that checkpoints more units, and saves 40 % of a step, or 24 %."""
+    """The search finds a plan that checkpoints more units, and saves 40 % of a step or 24 %; or one that saves 8 %."""
     model = make_model(24, saved=GB, inputs=GB // 10, parameters=GB // 20, forward=0.003)
     machine = replace(H100, gpu_bytes=32 * GB, cpu_step_rate=cpu_step_rate)
     fixed = FixedPlacement(("host",) * 24, ("host",) * 24)
     present, best = make_plan(model, machine, fixed=fixed), make_plan(model, machine)
     runner: Any = SimpleNamespace(profile=model, hardware=machine, placement=fixed)
     elsewhere = PlanMaker(PlanOptions(), machine, torch.device("cpu")).make_elsewhere(runner, present)
-    assert best.num_freeing > present.num_freeing
+    assert (best.num_freeing > present.num_freeing) is moved
     assert elsewhere == (best if moved else None)

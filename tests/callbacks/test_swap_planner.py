@@ -459,18 +459,23 @@ class Taking(TinyGPT):
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
-    ("factors", "measured"),
+    ("states", "factors", "measured"),
     [
-        ([1.2], 1.2),
-        ([1.3, 1.0, 1.2], 1.0),  # the minimum of three steps
+        ("gpu", [1.2], 1.2),
+        ("gpu", [1.3, 1.0, 1.2], 1.0),  # the minimum of three steps
+        ("host", [1.2], 1.2),
+        ("host", [1.0, 1.3, 1.2], 1.2),  # without the first one, which waits for no optimizer jobs
     ],
 )
-def test_steps_of_the_calibration_plan_correct_the_profile(time: Clock, factors: list[float], measured: float) -> None:
+def test_steps_of_the_calibration_plan_correct_the_profile(
+    time: Clock, states: Any, factors: list[float], measured: float
+) -> None:
     """They last `factors` tenths of a second; afterwards the prediction is `measured` tenths."""
     first = planner(steps=len(factors))
     applied = AppliedPlans(first)
     slow = SlowCalibration(first, time, factors)
-    train(SSDOffloadStrategy(**BOTH), callbacks=[first, applied], model=lambda _: slow, steps=14, recorded=False)
+    strategy = SSDOffloadStrategy(**BOTH | {"states": states})
+    train(strategy, callbacks=[first, applied], model=lambda _: slow, steps=14, recorded=False)
     calibration = applied.found[0]
     assert calibration.calibrating and len(applied.found) == 2
     # Each reading of the fake clock advances it.

@@ -647,6 +647,17 @@ def test_where_the_device_bounds_a_step_no_unit_is_checkpointed() -> None:
     assert simulate(model, machine, plan).gpu_peak_bytes <= machine.gpu_bytes
 
 
+@pytest.mark.parametrize("largest", [0, 8 * GB])
+def test_plans_leave_room_for_the_largest_tensor(largest: int) -> None:
+    """They use the rest of the GPU."""
+    model = make_model(24, saved=GB, inputs=GB // 10, parameters=GB // 20, forward=0.003)
+    model = replace(model, largest_tensor_bytes=largest)
+    machine = replace(H100, gpu_bytes=30 * GB, cpu_step_rate=1e9)
+    for fixed in (FixedPlacement(("host",) * 24, ("host",) * 24), None):
+        peak = simulate(model, machine, make_plan(model, machine, fixed=fixed)).gpu_peak_bytes
+        assert 0.85 * (machine.gpu_bytes - largest) < peak <= machine.gpu_bytes - largest
+
+
 @pytest.mark.parametrize(("quick", "intercepts"), [(0.9, False), (0.2, True)])
 def test_units_are_intercepted_only_where_that_is_clearly_faster(quick: float, intercepts: bool) -> None:
     """A person would checkpoint two of eight units. Recomputing most operators saves a share of their time."""

@@ -19,7 +19,7 @@ from lightning_ssd.planning import (
 )
 from lightning_ssd.planning.event_simulation import COMPUTE, COPY_IN, COPY_OUT, CPU, SSD, URGENT, Task, run
 from lightning_ssd.planning.resident import DEVICE_STEP_BYTES, JOBS_AHEAD, resident_by_kind, resident_bytes
-from lightning_ssd.planning.simulator import simulate_every_micro_batch
+from lightning_ssd.planning.simulator import REMAP_BANDWIDTH, simulate_every_micro_batch
 from lightning_ssd.planning.step_tasks import BoundedFifo, StepTasks
 from lightning_ssd.types import Choice
 from tests.support.profiles import GB, H100, divide, machines, make_model, models, plans
@@ -162,6 +162,18 @@ def test_all_on_the_gpu() -> None:
     assert prediction.bound == "compute"
     assert prediction.gpu_peak_bytes == 4 * (10 + 2)
     assert prediction.host_peak_bytes == prediction.ssd_written_bytes == prediction.ssd_read_bytes == 0
+
+
+@pytest.mark.parametrize(("spare", "share"), [(60, 0.0), (50, 0.0), (20, 0.6), (0, 1.0), (-10, 1.0)])
+@pytest.mark.parametrize("micro_batches", [1, 2, 9])
+def test_the_largest_tensor_takes_time_as_far_as_it_lacks_room(spare: int, share: float, micro_batches: int) -> None:
+    """It has 50 bytes. Seconds are those in which the allocator maps it anew."""
+    model = replace(make_model(4, parameters=0, micro_batches=micro_batches), largest_tensor_bytes=50)
+    plan = plan_of(model, "gpu", "gpu", "keep", "keep")
+    without = simulate(replace(model, largest_tensor_bytes=0), UNIT, plan)
+    machine = replace(UNIT, gpu_bytes=without.gpu_peak_bytes + spare)
+    seconds = share * micro_batches * 50 / REMAP_BANDWIDTH
+    assert simulate(model, machine, plan).step_seconds - without.step_seconds == pytest.approx(seconds, abs=1e-12)
 
 
 def test_recomputation_costs_time_and_no_memory() -> None:

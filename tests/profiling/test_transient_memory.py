@@ -54,6 +54,7 @@ def test_intervals_between_saved_tensors(tmp_path: Path) -> None:
     saved = {item.name: item for item in graph.saved(MIB)}
     assert sorted(saved) == ["exp", "tanh"]
     unit_call = saved["exp"].unit_call
+    assert graph.transients.largest == max(buffer.nbytes for buffer in graph.buffers if buffer.maker is not None)
     forward, wanted, backward = graph.transients.measure()
     in_mib = {key[1]: round(nbytes / MIB) for key, nbytes in forward.items() if key[0] == unit_call}
     # Before the first save: two sums and their concatenation; after `exp`: its input, then its copy.

@@ -32,9 +32,6 @@ class Meter:
     def reset_peak(self) -> None:
         return None
 
-    def retries(self) -> int:
-        return 0
-
 
 def use(meter: Meter, patch: pytest.MonkeyPatch) -> None:
     """Makes trainings on the CPU read `meter`, and plan for an H100 without a comparison of predicted times."""
