@@ -203,6 +203,7 @@ class GradientOffloader:
         """Orders the compute stream after all copies, and records how many gradients each flat parameter has had."""
         self.backward.end()
         self._offload_waiting()
+        self.norms.measure_waiting()  # the next forward may come before the step, and needs the memory
         self.in_flight.release()
         for flat, gradient in self._gradients.items():
             if num_arrived := gradient.end_backward():

@@ -1,5 +1,6 @@
 """Gradients that are computed in parts, late, or in excess of the memory of device or host."""
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from lightning_ssd.model_states import build
 from lightning_ssd.model_states.gradients import gradient
 from lightning_ssd.model_states.gradients.copies_in_flight import CopiesInFlight
 from lightning_ssd.model_states.gradients.gradient_offload import GradientOffloader
+from lightning_ssd.model_states.gradients.norms import GradientNorms
 from tests.support.access import Toy, compare, fit
 from tests.support.compare import assert_same
 from tests.support.device_steps import Shared
@@ -243,6 +245,28 @@ def test_gradients_in_flight_are_bounded_and_waited_for_when_backward_ends(
     assert engines[0].num_groups == (24 if nbytes == 1 else 6)
     # In each of three steps, the last gradients of two blocks.
     assert engines[0].num_awaited == 6
+
+
+def test_no_gradient_stays_on_the_device_between_micro_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the first micro-batch are in host memory until the next one's are added. Norms of them would be kept."""
+    grads: list[Any] = []
+    left: list[int] = []
+    measure = GradientNorms.measure
+
+    def noted(norms: GradientNorms, flat: Any, parameter: Any, grad: Tensor, **named: Any) -> None:
+        grads.append(weakref.ref(grad))
+        measure(norms, flat, parameter, grad, **named)
+
+    class Watching(Toy):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            """Steps wait for this hook."""
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            left.append(sum([grad() is not None for grad in grads]))
+
+    monkeypatch.setattr(GradientNorms, "measure", noted)
+    fit(tmp_path, Watching(), "host", accumulate_grad_batches=2, gradient_clip_val=0.1)
+    assert len(grads) == 24 and left == [0, 0, 0]
 
 
 def test_a_step_consumes_all_accumulated_gradients(tmp_path: Path) -> None:
