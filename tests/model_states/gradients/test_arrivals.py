@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ssd import shared_gradients
+from lightning_ssd.device import CPUCopyEngine
 from lightning_ssd.model_states import build
 from lightning_ssd.model_states.gradients import gradient
 from lightning_ssd.model_states.gradients.copies_in_flight import CopiesInFlight
@@ -245,6 +246,53 @@ def test_gradients_in_flight_are_bounded_and_waited_for_when_backward_ends(
     assert engines[0].num_groups == (24 if nbytes == 1 else 6)
     # In each of three steps, the last gradients of two blocks.
     assert engines[0].num_awaited == 6
+
+
+class TwoStreams(CPUCopyEngine):
+    """Two compute streams, each with the number of gradients of either one that its work is ordered after."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.compute = 0
+        self.ordered_after = [[0, 0], [0, 0]]
+        self.num_copies = 0
+
+    def compute_gradient(self, stream: int) -> None:
+        self.compute = stream
+        self.ordered_after[stream][stream] += 1
+
+    def follow(self, stream: int | None) -> int:
+        if stream is not None:
+            both = zip(self.ordered_after[self.compute], self.ordered_after[stream], strict=True)
+            self.ordered_after[self.compute] = [max(counts) for counts in both]
+        return self.compute
+
+    def d2h_each(self, *args: Any, **kwargs: Any) -> Any:
+        self.num_copies += 1
+        assert self.ordered_after[self.compute] == [self.ordered_after[stream][stream] for stream in (0, 1)]
+        return super().d2h_each(*args, **kwargs)
+
+
+def test_gradients_that_are_copied_together_are_computed_on_any_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """User code computes weights' gradients on one stream, and those of biases on another one."""
+    engines: list[TwoStreams] = []
+
+    def make(device: torch.device) -> TwoStreams:
+        engines.append(TwoStreams(device))
+        return engines[-1]
+
+    class Computing(Toy):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            engines[0].compute = 0
+            engines[0].follow(1)  # as at the end of a backward
+            for parameter in self.blocks.parameters() if batch_idx == 0 else ():
+                parameter.register_hook(lambda grad: engines[0].compute_gradient(grad.dim() - 1))
+
+    monkeypatch.setattr(build, "make_copy_engine", make)
+    fit(tmp_path, Computing(), "host", strategy={"offload": "none"})
+    assert engines[0].num_copies == 6
 
 
 def test_no_gradient_stays_on_the_device_between_micro_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
