@@ -63,6 +63,14 @@ class CopyEngine(ABC):
         """Returns a context in which this thread's compute stream is a side stream, not the training's."""
         return contextlib.nullcontext()
 
+    def follow(self, stream: int | None) -> int:
+        """Orders this thread's compute stream after the present work of another one, and returns its handle.
+
+        Args:
+            stream: handle of the other stream; None: there is none.
+        """
+        return 0
+
     @abstractmethod
     def mark(self, *, awaited: bool = False) -> Mark:
         """Returns a mark for all work issued on the compute stream so far.
@@ -211,6 +219,12 @@ class CUDACopyEngine(CopyEngine):
         if self._side is None:
             self._side = torch.cuda.Stream(self.device)
         return torch.cuda.stream(self._side)
+
+    def follow(self, stream: int | None) -> int:
+        compute = self._events.compute_stream()
+        if stream is not None and stream != compute:
+            self._events.wait(compute, self._events.record(stream))
+        return compute
 
     def mark(self, *, awaited: bool = False) -> Mark:
         return self._events.record(self._events.compute_stream(), awaited=awaited)

@@ -623,7 +623,10 @@ def _in_forward(values: Iterable[Any], kind: Kind) -> bool:
         if of is OffloadedParameter:
             flat = value.flat
             thread = get_ident()
-            in_use = (flat.users and flat.thread == thread) or (flat.recomputed_by == thread and in_backward())
+            in_use = flat.users and flat.thread == thread
+            # Operators of user code may change weights unnoticed, which are compared only when a forward ends.
+            if not in_use and kind is not Kind.OPERATOR:
+                in_use = flat.recomputed_by == thread and in_backward()
             if not (in_use and flat.resident) or flat.shared:
                 return False
             if flat.mixed:

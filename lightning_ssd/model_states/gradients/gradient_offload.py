@@ -86,6 +86,8 @@ class GradientOffloader:
         self._waiting: dict[FlatParameter, int] = {}
         """Flat parameters with gradients on the device that are offloaded soon, and the bytes of these gradients."""
         self._waiting_bytes = 0
+        self._stream: int | None = None
+        """The compute stream of the backward's last gradient."""
         self._waited = 0.0
 
     def __getitem__(self, flat: FlatParameter) -> Gradient:
@@ -128,6 +130,8 @@ class GradientOffloader:
         Raises:
             RuntimeError: it would be added to a gradient that a step has used and not kept.
         """
+        # User code may compute on several streams: this one also copies and measures gradients of the one before.
+        self._stream = self._copies.follow(self._stream)
         gradient = self._gradients[flat]
         is_sum = gradient.accumulating or bool(gradient.assigned) or gradient.arrived[index]
         if gradient.assigned:
@@ -188,6 +192,7 @@ class GradientOffloader:
         grads, gradient.on_device = gradient.on_device, {}
         if not grads:
             return
+        self._stream = self._copies.follow(self._stream)
         grads = {index: with_stride(grad, flat.param_views[index].stride) for index, grad in grads.items()}
         # Few awaited marks may be pending, and a step waits for the copy of its last gradient alone. Where a parameter
         # has no gradient, no mark is awaited, and the thread `d2h-done` occupies a processor while it waits.
@@ -203,6 +208,8 @@ class GradientOffloader:
         """Orders the compute stream after all copies, and records how many gradients each flat parameter has had."""
         self.backward.end()
         self._offload_waiting()
+        self._stream = None
+        self.norms.measure_waiting()  # the next forward may come before the step, and needs the memory
         self.in_flight.release()
         for flat, gradient in self._gradients.items():
             if num_arrived := gradient.end_backward():

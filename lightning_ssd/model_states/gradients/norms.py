@@ -69,10 +69,13 @@ class GradientNorms:
             self._waiting.append((flat, parameter, grad))
             self._waiting_bytes += grad.nbytes
             if self._waiting_bytes >= self.GROUP_BYTES:
-                self._measure_waiting()
+                self.measure_waiting()
 
-    def _measure_waiting(self) -> None:
-        """Computes the norms of the gradients that wait: each has the bits that it has alone."""
+    def measure_waiting(self) -> None:
+        """Computes the norms of the gradients that wait, whose device memory is free then.
+
+        Each norm has the bits that it has alone.
+        """
         waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
         for dtype in dict.fromkeys([grad.dtype for _, _, grad in waiting]):  # kernels take gradients of one dtype
             group = [item for item in waiting if item[2].dtype == dtype]
@@ -82,14 +85,14 @@ class GradientNorms:
 
     def to_sum(self, flat: FlatParameter) -> dict[nn.Parameter, Tensor] | None:
         """Returns the mapping that a job which sums gradients of `flat` measures into; None: norms are not needed."""
-        self._measure_waiting()  # before the norms of sums, which replace them
+        self.measure_waiting()  # before the norms of sums, which replace them
         return self._norms[flat] if self._decision.needs_norm else None
 
     def remeasure(self, flat: FlatParameter, indices: Sequence[int]) -> None:
         """Measures the norms of gradients again that user code has changed or dropped, or that are used again."""
         if not self._decision.needs_norm:
             return
-        self._measure_waiting()
+        self.measure_waiting()
         gradient, norms = self._gradients[flat], self._norms[flat]
         for index in indices if norms or gradient.accumulating else ():
             norms.pop(flat.param_views[index].parameter, None)
@@ -113,7 +116,7 @@ class GradientNorms:
         that user code has assigned, and may have changed since, and those that arrived before norms were needed are
         measured now: on the device, unless they were summed.
         """
-        self._measure_waiting()
+        self.measure_waiting()
         gradient, norms = self._gradients[flat], self._norms[flat]
         wait_for(gradient.summed, "gradients")
         for index, item in enumerate(flat.param_views):

@@ -304,7 +304,7 @@ class ParamPrefetcher:
         self._wait_for_unit(unit)
 
     def _begin_recomputation(self, unit: int) -> None:
-        """Has later operators of this thread on the weights of `unit` run directly, as in its forward.
+        """Has later kernels of this thread on the weights of `unit` run directly, as in its forward.
 
         Most are of the same recomputation: `torch.utils.checkpoint` of a function calls no hooks of the module again.
         """

@@ -1,5 +1,6 @@
 """Gradients that are computed in parts, late, or in excess of the memory of device or host."""
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ssd import shared_gradients
+from lightning_ssd.device import CPUCopyEngine
 from lightning_ssd.model_states import build
 from lightning_ssd.model_states.gradients import gradient
 from lightning_ssd.model_states.gradients.copies_in_flight import CopiesInFlight
 from lightning_ssd.model_states.gradients.gradient_offload import GradientOffloader
+from lightning_ssd.model_states.gradients.norms import GradientNorms
 from tests.support.access import Toy, compare, fit
 from tests.support.compare import assert_same
 from tests.support.device_steps import Shared
@@ -243,6 +246,75 @@ def test_gradients_in_flight_are_bounded_and_waited_for_when_backward_ends(
     assert engines[0].num_groups == (24 if nbytes == 1 else 6)
     # In each of three steps, the last gradients of two blocks.
     assert engines[0].num_awaited == 6
+
+
+class TwoStreams(CPUCopyEngine):
+    """Two compute streams, each with the number of gradients of either one that its work is ordered after."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.compute = 0
+        self.ordered_after = [[0, 0], [0, 0]]
+        self.num_copies = 0
+
+    def compute_gradient(self, stream: int) -> None:
+        self.compute = stream
+        self.ordered_after[stream][stream] += 1
+
+    def follow(self, stream: int | None) -> int:
+        if stream is not None:
+            both = zip(self.ordered_after[self.compute], self.ordered_after[stream], strict=True)
+            self.ordered_after[self.compute] = [max(counts) for counts in both]
+        return self.compute
+
+    def d2h_each(self, *args: Any, **kwargs: Any) -> Any:
+        self.num_copies += 1
+        assert self.ordered_after[self.compute] == [self.ordered_after[stream][stream] for stream in (0, 1)]
+        return super().d2h_each(*args, **kwargs)
+
+
+def test_gradients_that_are_copied_together_are_computed_on_any_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """User code computes weights' gradients on one stream, and those of biases on another one."""
+    engines: list[TwoStreams] = []
+
+    def make(device: torch.device) -> TwoStreams:
+        engines.append(TwoStreams(device))
+        return engines[-1]
+
+    class Computing(Toy):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            engines[0].compute = 0
+            engines[0].follow(1)  # as at the end of a backward
+            for parameter in self.blocks.parameters() if batch_idx == 0 else ():
+                parameter.register_hook(lambda grad: engines[0].compute_gradient(grad.dim() - 1))
+
+    monkeypatch.setattr(build, "make_copy_engine", make)
+    fit(tmp_path, Computing(), "host", strategy={"offload": "none"})
+    assert engines[0].num_copies == 6
+
+
+def test_no_gradient_stays_on_the_device_between_micro_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the first micro-batch are in host memory until the next one's are added. Norms of them would be kept."""
+    grads: list[Any] = []
+    left: list[int] = []
+    measure = GradientNorms.measure
+
+    def noted(norms: GradientNorms, flat: Any, parameter: Any, grad: Tensor, **named: Any) -> None:
+        grads.append(weakref.ref(grad))
+        measure(norms, flat, parameter, grad, **named)
+
+    class Watching(Toy):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            """Steps wait for this hook."""
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            left.append(sum([grad() is not None for grad in grads]))
+
+    monkeypatch.setattr(GradientNorms, "measure", noted)
+    fit(tmp_path, Watching(), "host", accumulate_grad_batches=2, gradient_clip_val=0.1)
+    assert len(grads) == 24 and left == [0, 0, 0]
 
 
 def test_a_step_consumes_all_accumulated_gradients(tmp_path: Path) -> None:
