@@ -256,9 +256,14 @@ def test_python_runs_the_package_as_the_command(module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code"), [(["init", "folder"], 141), (["plan", "show", "plan.yaml"], 141), (["init", "--help"], 0)]
+    ("arguments", "codes"),
+    [
+        (["init", "folder"], [141]),
+        (["plan", "show", "plan.yaml"], [141]),
+        (["init", "--help"], [0, 141]),  # argparse ignores the error from Python 3.11.3 on
+    ],
 )
-def test_a_reader_that_has_ended_ends_the_command_quietly(arguments: list[str], code: int) -> None:
+def test_a_reader_that_has_ended_ends_the_command_quietly(arguments: list[str], codes: list[int]) -> None:
     plan_for_least_memory(make_model(2), H100).save("plan.yaml")
     reading, writing = os.pipe()
     os.close(reading)
@@ -266,7 +271,7 @@ def test_a_reader_that_has_ended_ends_the_command_quietly(arguments: list[str], 
     command = [sys.executable, *["-u"] * ("show" in arguments), "-m", "lightning_ssd", *arguments]
     with open(writing, "wb"):
         ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, timeout=240)
-    assert (ended.returncode, ended.stderr) == (code, b"")
+    assert ended.returncode in codes and not ended.stderr
 
 
 class TestLightning:

@@ -233,7 +233,9 @@ class PlanMaker:
             if room < MIN_MOVE_GAIN * offloaded:
                 return None
         # The training will step as it does now, and the present plan is predicted so.
-        plan = runner.placement.clipped(make_plan(runner.profile, runner.hardware, self.options.planner))
+        placement = runner.placement
+        plan = make_plan(runner.profile, runner.hardware, self.options.planner, None, placement.clip)
+        plan = placement.clipped(plan)
         better = simulate(runner.profile, runner.hardware, plan)
         if better.excess_bytes(runner.hardware):
             return None

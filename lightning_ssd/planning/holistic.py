@@ -113,7 +113,12 @@ class SearchPoint:
     checkpointed: int = 0
 
 
-def plan_holistic(model: ModelProfile, hardware: HardwareProfile, fixed: FixedPlacement | None = None) -> Plan:
+def plan_holistic(
+    model: ModelProfile,
+    hardware: HardwareProfile,
+    fixed: FixedPlacement | None = None,
+    clip: ClipMode | None = None,
+) -> Plan:
     """Returns the fastest plan, by simulation, among those that fit, or, if none does, among those of least excess.
 
     Plans are simulated with `CAUTION`, so that they are fast on a busy host, too.
@@ -133,13 +138,14 @@ def plan_holistic(model: ModelProfile, hardware: HardwareProfile, fixed: FixedPl
         model: profile of the model.
         hardware: profile of the machine.
         fixed: tiers of model states; None: they are planned, too.
+        clip: clip mode of the training, whatever the plan; None: that of `fixed`, or the faster one.
     """
     hardware = hardware.with_host_overhead(CAUTION)
-    search = _Search(model, hardware, fixed)
+    search = _Search(model, hardware, fixed, clip)
     if fixed is not None or model.undivided is model:
         search.search_all()
     else:
-        whole = _Search(model.undivided, hardware, None)
+        whole = _Search(model.undivided, hardware, None, clip)
         whole.search_all()
         search.continue_from(whole)
     return search.choose()
@@ -194,11 +200,14 @@ class _Considered:
 class _Search:
     """The search: its points, the simulated plans, and the numbers that all points share."""
 
-    def __init__(self, model: ModelProfile, hardware: HardwareProfile, fixed: FixedPlacement | None) -> None:
+    def __init__(
+        self, model: ModelProfile, hardware: HardwareProfile, fixed: FixedPlacement | None, clip: ClipMode | None
+    ) -> None:
         self.model = model
         self.parts = [part for _, part in model.parts]
         self.hardware = hardware
         self.fixed = fixed
+        self.clip = clip if fixed is None or clip is not None else fixed.clip
         self._window = default_window(model, None if fixed is None else fixed.weights)
         min_memory = min_memory_plan(model, window_bytes=self._window, ssd_bytes=hardware.ssd_bytes)
         min_memory = min_memory if fixed is None else fixed.apply(model, min_memory)
@@ -302,8 +311,8 @@ class _Search:
 
     def consider(self, plan: Plan) -> Prediction:
         """Returns the prediction for a plan, which is simulated the first time."""
-        if self.fixed is not None:
-            plan = self.fixed.clipped(plan)  # the training steps in its own mode, whatever the plan
+        if self.clip is not None and plan.clip != "off":
+            plan = replace(plan, clip=self.clip)  # the training steps in its own mode, whatever the plan
         self._simulations += 1
         text = repr(plan)
         prediction = self._predictions.get(text)
@@ -563,7 +572,7 @@ class _Search:
                 yield moved
         for window_bytes in (2 * point.window_bytes, point.window_bytes // 2):
             yield replace(point, window_bytes=window_bytes, gpu_bytes=gpu_bytes, host_bytes=host_bytes)
-        if point.clip == "deferred" and (self.fixed is None or self.fixed.clip is None):
+        if point.clip == "deferred" and self.clip is None:
             yield replace(point, clip="speculative")
         for count in (point.checkpointed - amount, point.checkpointed + amount):
             checkpointed = min(max(count, 0), len(self._checkpointable))

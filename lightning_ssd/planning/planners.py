@@ -13,6 +13,7 @@ from lightning_ssd.planning.saved_groups import FixedPlacement
 from lightning_ssd.planning.simulator import simulate
 from lightning_ssd.planning.unit_lifetimes import plan_units
 from lightning_ssd.sizes import check_choice
+from lightning_ssd.types import ClipMode
 
 Planner = Callable[[ModelProfile, HardwareProfile, FixedPlacement | None], Plan]
 
@@ -46,7 +47,11 @@ PLANNERS: Mapping[str, Planner] = {
 
 @without_collections()
 def make_plan(
-    model: ModelProfile, hardware: HardwareProfile, planner: str = "holistic", fixed: FixedPlacement | None = None
+    model: ModelProfile,
+    hardware: HardwareProfile,
+    planner: str = "holistic",
+    fixed: FixedPlacement | None = None,
+    clip: ClipMode | None = None,
 ) -> Plan:
     """Returns the plan of a named planner.
 
@@ -55,11 +60,14 @@ def make_plan(
         hardware: the machine.
         planner: "holistic", "lohan", "fuyou", "ssdtrain" or "teraio".
         fixed: tiers of model states; None: the planner chooses them, too.
+        clip: clip mode in which the training steps, if "holistic" may not choose it, and `fixed` has none.
 
     Raises:
         ValueError: there is no such planner.
     """
     check_choice("planner", planner, PLANNERS)
+    if planner == "holistic":
+        return plan_holistic(model, hardware, fixed, clip)
     return PLANNERS[planner](model, hardware, fixed)
 
 

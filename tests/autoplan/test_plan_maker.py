@@ -93,3 +93,16 @@ def test_the_plan_for_which_states_were_moved_is_applied_without_another_search_
     plan = maker.make_moved(runner, elsewhere, simulate(model, machine, elsewhere))
     assert len(found) == searches and plan == (found[0] if found else elsewhere)
     assert not simulate(model, after, plan).excess_bytes(after)
+
+
+def test_states_move_where_that_is_fastest_in_the_clip_mode_of_the_training() -> None:
+    """A plan that is searched for in the other mode is slower than the present one in this mode."""
+    model = make_model(24, saved=GB, inputs=GB // 10, parameters=GB // 20, forward=0.003, clip_norm=True)
+    machine = replace(H100, gpu_bytes=32 * GB, cpu_step_rate=4e9)
+    fixed = FixedPlacement(("host",) * 24, ("host",) * 24, clip="deferred")
+    present, other = make_plan(model, machine, fixed=fixed), fixed.clipped(make_plan(model, machine))
+    runner: Any = SimpleNamespace(profile=model, hardware=machine, placement=fixed)
+    elsewhere = PlanMaker(PlanOptions(), machine, torch.device("cpu")).make_elsewhere(runner, present)
+    assert elsewhere is not None and elsewhere.clip == "deferred"
+    faster, slower = (simulate(model, machine, plan).step_seconds for plan in (elsewhere, other))
+    assert faster < 0.9 * simulate(model, machine, present).step_seconds < 0.9 * slower
