@@ -718,7 +718,9 @@ def test_model_states_leave_the_device_for_a_large_gain_only(
     monkeypatch.setattr(budget, lambda self, device, *, movable=False: 1e9 if movable else 1.0)
     resident_plans: list[Plan] = []
 
-    def make(profile: ModelProfile, hardware: HardwareProfile, planner: Any, placement: Any = None) -> Plan:
+    def make(
+        profile: ModelProfile, hardware: HardwareProfile, planner: Any, placement: Any = None, clip: Any = None
+    ) -> Plan:
         if placement is not None:
             resident_plans.append(make_plan(profile, hardware, planner, placement))
             return resident_plans[-1]
