@@ -40,7 +40,6 @@ from lightning_ssd.model_states.access.operands import (
     geometry,
     offset_in,
     plain_dtype,
-    running_statistics,
     substitute,
     written_argument,
 )
@@ -65,7 +64,7 @@ from lightning_ssd.model_states.access.parameter import (
 )
 from lightning_ssd.model_states.access.references import references_saved
 from lightning_ssd.model_states.access.sources import Weights
-from lightning_ssd.model_states.access.torch_functions import Kind
+from lightning_ssd.model_states.access.torch_functions import Kind, running_statistics
 from lightning_ssd.model_states.stores import StagedFlats, StateStore
 from lightning_ssd.model_states.units import FlatParameter, SharedMemory, check_shareable, ordinary, same_stride
 from lightning_ssd.model_states.weights import ParamPrefetcher
@@ -345,7 +344,8 @@ class Access:
             kind = Kind.WRITE  # autocast casts nothing for `out`
         if kind is Kind.MATMUL and computing:
             self._note_repeated((*args, *kwargs.values()))
-        with self._values(found, computing=computing, kind=kind) as values, references_saved():
+        statistics = offloaded_in(running_statistics(func, args, kwargs))
+        with self._values(found, statistics.values(), computing=computing, kind=kind) as values, references_saved():
             given, named = substitute(args, values), substitute(kwargs, values)
             if kind is Kind.MATMUL:  # it writes no argument and returns no view
                 if computing:
@@ -354,26 +354,25 @@ class Access:
             nodes = {key: value.grad_fn for key, value in values.items()}
             versions = {key: internals.version_of(value) for key, value in values.items()}
             shapes = {key: geometry(value) for key, value in values.items()}
-            result = func(*given, **named)
-            changed = [key for key, value in values.items() if internals.version_of(value) != versions[key]]
+            try:
+                result = func(*given, **named)
+            except BaseException:
+                # `torch.utils.checkpoint` ends a recomputation by an error in the operator that saves its last tensor.
+                self._store(found, _changed(values, versions), statistics)
+                raise
+            changed = _changed(values, versions)
             unfollowed = {key: found[key] for key, node in nodes.items() if values[key].grad_fn is not node}
             if any([tensor.requires_grad for tensor in unfollowed.values()]):
                 raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
             if writes and not changed:  # some kernels do not increment versions (`torch._fused_adamw_`)
                 changed = list(values)
-            changed += [id(tensor) for tensor in running_statistics(func, args, kwargs) if id(tensor) in values]
             for key in values if writes else ():
                 if geometry(values[key]) != shapes[key]:
                     raise RuntimeError(
                         f"`{func.__name__}` gives {found[key].source.name}, which is offloaded, another shape or other "
                         "memory, which can't be done while it trains. Do it before `fit`, in `configure_model`."
                     )
-            with torch.inference_mode(False), torch.no_grad():
-                for source in {id(found[key].source): found[key].source for key in changed}.values():
-                    source.write(self.base(source))
-                for tensor in map(found.__getitem__, changed):
-                    if not isinstance(tensor, OffloadedView) or tensor.versioned:
-                        tensor.source.changed()
+            self._store(found, changed, statistics)
             for tensor in unfollowed.values():
                 if not isinstance(tensor, OffloadedView) or tensor.versioned:
                     raise RuntimeError(
@@ -384,12 +383,26 @@ class Access:
                 tensor.source.note_graph(tensor, exists=True)  # `.data`, or a gradient, whose graph no parameter has
             return self.wrap(result, values, found)
 
+    def _store(self, found: Mapping[int, OffloadedTensor], changed: Iterable[int], statistics: Iterable[int]) -> None:
+        """Stores the tensors of `found` that the running operator has changed, and statistics that it may have."""
+        with torch.inference_mode(False), torch.no_grad():
+            for source in {id(found[key].source): found[key].source for key in (*changed, *statistics)}.values():
+                source.write(self.base(source))
+            for tensor in map(found.__getitem__, changed):
+                if not isinstance(tensor, OffloadedView) or tensor.versioned:
+                    tensor.source.changed()
+
     @contextlib.contextmanager
     def _values(
-        self, found: Mapping[int, OffloadedTensor], *, computing: bool, kind: Kind = Kind.COMPUTE
+        self,
+        found: Mapping[int, OffloadedTensor],
+        statistics: Iterable[OffloadedTensor] = (),
+        *,
+        computing: bool,
+        kind: Kind = Kind.COMPUTE,
     ) -> Iterator[dict[int, Tensor]]:
         """Yields the tensors that replace offloaded ones, `found` by identity, as arguments of an operator of this
-        kind.
+        kind, which may write `statistics`.
 
         `computing` is True if autograd records it; `Kind.MATMUL` is given if autocast may cast its arguments to 16
         bits.
@@ -405,6 +418,9 @@ class Access:
             with self.prefetcher.resident(held, record=computing):
                 if kind is Kind.STRIDED:
                     self._bases = {id(tensor.source): tensor.source.in_own_storage() for tensor in found.values()}
+                for tensor in statistics:
+                    # A copy in mixed precision, whose later changes are no error if autograd has saved it.
+                    self._bases[id(tensor.source)] = tensor.source.read()
                 yield {key: self._stand_in(tensor, computing, kind) for key, tensor in found.items()}
         finally:
             self._bases = before
@@ -632,6 +648,11 @@ class Access:
                 return self._value(tensor).detach()
             finally:
                 self._bases = before
+
+
+def _changed(values: Mapping[int, Tensor], versions: Mapping[int, int]) -> list[int]:
+    """Returns the keys of the values whose version counters differ from `versions`."""
+    return [key for key, value in values.items() if internals.version_of(value) != versions[key]]
 
 
 def _changed_by_compiled(name: str) -> RuntimeError:

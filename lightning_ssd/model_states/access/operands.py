@@ -19,22 +19,6 @@ def written_argument(args: Any, kwargs: Mapping[str, Any]) -> Any:
     return args[:1] or [kwargs.get(name) for name in ("input", "self", "tensor")]
 
 
-def running_statistics(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
-    """Returns the running statistics that a normalization updates without incrementing their version counters."""
-    if func not in _STATISTICS:
-        return []
-    return [*args[_STATISTICS[func]], kwargs.get("running_mean"), kwargs.get("running_var")]
-
-
-_STATISTICS = {
-    torch.nn.functional.batch_norm: slice(1, 3),
-    torch.nn.functional.instance_norm: slice(1, 3),
-    torch.batch_norm: slice(3, 5),
-    torch.instance_norm: slice(3, 5),
-}
-"""Functions that write running statistics, and the positions of these statistics among the arguments."""
-
-
 def offset_in(value: Tensor, base: Tensor) -> int | None:
     """Returns the offset of `value` in `base` in bytes, or None if it lies elsewhere in their storage."""
     offset = int(value.storage_offset() * value.itemsize - base.storage_offset() * base.itemsize)

@@ -28,7 +28,7 @@ from lightning_ssd.activations import (
 from lightning_ssd.device import refuse_access
 from lightning_ssd.model_states.access.autograd_forwards import autograd_forwards
 from lightning_ssd.model_states.access.references import references_saved
-from lightning_ssd.model_states.access.torch_functions import KINDS, Kind, kind_of
+from lightning_ssd.model_states.access.torch_functions import KINDS, Kind, kind_of, running_statistics
 from lightning_ssd.model_states.stores import StagedFlats
 from lightning_ssd.model_states.units import FlatParameter, TrainedParameter, over
 from lightning_ssd.model_states.weights import ParamPrefetcher
@@ -62,7 +62,7 @@ class _RunsOperators:
             try:
                 if reads_grad:
                     return args[0].source.access.grad(args[0])
-                if _runs_on_memory(kind, args, kwargs):
+                if _runs_on_memory(kind, func, args, kwargs):
                     if in_backward() and _has_frozen((*args, *(kwargs or {}).values())):
                         args, kwargs = map_tensors(recomputed, (args, kwargs or {}))
                     if kind is Kind.MATMUL and torch.is_grad_enabled():
@@ -602,11 +602,17 @@ def autocast_to(dtype: torch.dtype, device: torch.device) -> bool:
     )
 
 
-def _runs_on_memory(kind: Kind, args: Any, kwargs: Mapping[str, Any] | None) -> bool:
+def _runs_on_memory(kind: Kind, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any] | None) -> bool:
     """Returns whether a function can use the memory of its offloaded arguments, because forwards use all of them."""
     recorded = torch.is_grad_enabled()
     return (
-        (kind is Kind.MATMUL or kind is Kind.KERNEL or (kind is Kind.OPERATOR and recorded))
+        (
+            kind is Kind.MATMUL
+            or kind is Kind.KERNEL
+            or (kind is Kind.OPERATOR and recorded)
+            # Offloaded statistics are stored by `Access`: no version counter tells that they have changed.
+            or (kind is Kind.NORMALIZATION and not offloaded_in(running_statistics(func, args, kwargs or {})))
+        )
         # Autograd would save a weight itself without hooks, which save a reference in its place.
         and (not recorded or internals.innermost_saved_hooks(False) is not None)
         and _in_forward(args, kind)  # last, as it counts uses
@@ -643,8 +649,7 @@ def _in_forward(values: Iterable[Any], kind: Kind) -> bool:
                 return False
             if value.graph.freed:
                 return False
-            # Normalizations may write statistics, and memory that was shared with user code is not that of the weights.
-            if kind is Kind.KERNEL or offloaded_weights(storage_of(value)) is None:
+            if offloaded_weights(storage_of(value)) is None:  # memory that was shared with user code
                 return False
         elif (of is list or of is tuple) and not _in_forward(value, kind):
             return False

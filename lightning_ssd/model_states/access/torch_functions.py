@@ -1,6 +1,6 @@
 """The effect of each function of torch on its tensor arguments, by which operators on offloaded tensors are run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from types import FunctionType
 from typing import Any, cast
@@ -22,6 +22,8 @@ class Kind(Enum):
     """Computes, writes no argument, returns no view, and autocast casts its arguments to 16 bits on each device."""
     KERNEL = auto()
     """Computes, writes no argument and returns no view."""
+    NORMALIZATION = auto()
+    """Computes, writes no argument but running statistics, and returns no view."""
     OPERATOR = auto()
     """An operator of autograd: the result may be a view, which autograd records if it records the argument."""
     COMPUTE = auto()
@@ -76,6 +78,26 @@ def kind_of(func: Callable[..., Any]) -> Kind:
     KINDS[func] = kind
     return kind
 
+
+def running_statistics(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
+    """Returns the running statistics that a function writes, most without an increment of their version counters."""
+    if func not in _STATISTICS:
+        return []
+    training = kwargs.get("training", kwargs.get("use_input_stats", func is torch.nn.functional.instance_norm))
+    if not (args[5] if len(args) > 5 else training):
+        return []
+    return [*args[_STATISTICS[func]], kwargs.get("running_mean"), kwargs.get("running_var")]
+
+
+_STATISTICS = {
+    torch.nn.functional.batch_norm: slice(1, 3),
+    torch.nn.functional.instance_norm: slice(1, 3),
+    torch.batch_norm: slice(3, 5),
+    torch.instance_norm: slice(3, 5),
+    torch.native_batch_norm: slice(3, 5),
+    torch.cudnn_batch_norm: slice(3, 5),
+}
+"""Functions of `Kind.NORMALIZATION`, and the positions of running statistics among their arguments."""
 
 _GETTERS = {
     "data": Kind.ALIAS,
@@ -159,14 +181,13 @@ KINDS: dict[Any, Kind] = {
     **dict.fromkeys(
         (
             torch.nn.functional.layer_norm,
-            torch.nn.functional.batch_norm,
             torch.nn.functional.group_norm,
             torch.nn.functional.rms_norm,
-            torch.nn.functional.instance_norm,
             torch.nn.functional.prelu,
             torch.nn.functional.bilinear,
         ),
         Kind.KERNEL,
     ),
+    **dict.fromkeys(_STATISTICS, Kind.NORMALIZATION),
 }
 """Kinds of functions that can't be derived from their names, and cached results of `kind_of`."""
