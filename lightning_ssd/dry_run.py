@@ -114,6 +114,7 @@ def profile_recipe(config: Any, hardware: HardwareProfile, batch: Sequence[str] 
             other_gpu_bytes=0 if wide or masters else -2 * sum(unit.parameters for unit in found),
             step_bytes=moved * (4 / width if masters else 1),
             placement_bytes=nbytes,
+            largest_tensor_bytes=graph.transients.largest,
         )
 
     model = profile(masters=not wide)

@@ -68,6 +68,7 @@ def test_a_gpt_is_traced_as_it_is_calculated() -> None:
     states = [sum(unit.state_bytes_read for unit in model.units) for model in (traced, calculated)]
     assert states[0] == pytest.approx(states[1], rel=1e-3)
     assert (traced.samples, traced.tokens) == (calculated.samples, calculated.tokens)
+    assert traced.largest_tensor_bytes == 4 * model["vocab_size"] * traced.tokens  # logits in fp32
     assert traced.saved_bytes == pytest.approx(calculated.saved_bytes, rel=0.2)
     flops = [sum(one.flops for unit in model.units for one in unit.operators) for model in (traced, calculated)]
     assert flops[0] == pytest.approx(flops[1], rel=0.05)
