@@ -271,8 +271,8 @@ class PlanCycle(ProfiledSteps):
             offload_all(self.training.offloader)
             return
         self.stage = "calibrate"
-        # The first step waits for no optimizer jobs of the step before it, which was a slow one. Without such jobs, the
-        # fastest of few steps is no first one.
+        # With offloaded states the first step is not timed: the step before it was slow, so that its optimizer jobs
+        # have ended. Otherwise all steps are timed, and the fastest one counts.
         runner.apply(plan, warm_up=1 if plan.offloads_states and self._options.steps > 1 else 0)
 
     def _plan_profile(self, profile: ModelProfile) -> None:
@@ -314,8 +314,8 @@ class PlanCycle(ProfiledSteps):
             if elsewhere is not None:
                 self._states_moved = True
                 num_resident = runner.placement.weights.count("gpu")
-                report_move(self.training, runner, elsewhere)
                 predicted = simulate(runner.profile, runner.hardware, elsewhere)
+                report_move(self.training, elsewhere, predicted)
                 runner = self._move_states(runner, owner, elsewhere)
                 self._unmoved = plan if runner.placement.weights.count("gpu") > num_resident else None
                 plan = self._maker.make_moved(runner, elsewhere, predicted)

@@ -222,9 +222,9 @@ class PlanMaker:
         resident = tiers == {"gpu"}
         fits = not prediction.excess_bytes(runner.hardware)
         if holistic and fits and not resident and "ssd" not in tiers:
-            # Only moves to the device could be faster, by at most the share of the states that moves. If all units are
-            # checkpointed, there is most room for them, which is not taken from that of the largest tensor. The search
-            # takes as long as that for the present plan: half of the longest step after the first.
+            # Only moves to the device could be faster, by at most the share of the states that moves. They have
+            # most room if all units are checkpointed, and the largest tensor keeps its own. The search takes as long as
+            # that for the present plan: half of the longest step after the first.
             freeing = checkpoint_all(runner.profile, present) or present
             least = min(prediction.gpu_peak_bytes, simulate(runner.profile, runner.hardware, freeing).gpu_peak_bytes)
             placed = zip(runner.profile.parts, present.parts(runner.profile), strict=True)
@@ -233,9 +233,7 @@ class PlanMaker:
             if room < MIN_MOVE_GAIN * offloaded:
                 return None
         # The training will step as it does now, and the present plan is predicted so.
-        placement = runner.placement
-        plan = make_plan(runner.profile, runner.hardware, self.options.planner, None, placement.clip)
-        plan = placement.clipped(plan)
+        plan = make_plan(runner.profile, runner.hardware, self.options.planner, None, runner.placement.clip)
         better = simulate(runner.profile, runner.hardware, plan)
         if better.excess_bytes(runner.hardware):
             return None

@@ -6,11 +6,11 @@ from lightning_ssd.autoplan.plan_runner import Comparison, PlanRunner
 from lightning_ssd.autoplan.protocol import Training
 from lightning_ssd.planning import (
     Plan,
+    Prediction,
     largest_samples,
     largest_transient,
     make_report,
     render_report,
-    simulate,
     swap_coefficient,
 )
 from lightning_ssd.remedies import CHUNKED_LOSS
@@ -68,15 +68,14 @@ def log_metrics(training: Training, runner: PlanRunner, comparison: Comparison) 
     training.log_metrics({f"SwapPlanner/{name}": float(value) for name, value in metrics.items()})
 
 
-def report_move(training: Training, runner: PlanRunner, plan: Plan) -> None:
-    """Logs that model states are moved to their tiers in `plan`."""
-    seconds = simulate(runner.profile, runner.hardware, plan).step_seconds
+def report_move(training: Training, plan: Plan, predicted: Prediction) -> None:
+    """Logs that model states are moved to their tiers in `plan`, for which `predicted` is the prediction."""
     whole = [unit.states for unit in plan.units.values() if not unit.parts]
     divided = len(plan.units) - len(whole)
     also = f", and those of {divided} units, part by part, in several tiers" if divided else ""
     training.inform(
-        f"SwapPlanner: a step should take {seconds:.3f} s with the states of {whole.count('gpu')} units on the "
-        f"GPU, of {whole.count('host')} in host memory and of {whole.count('ssd')} on SSDs{also}: they are "
+        f"SwapPlanner: a step should take {predicted.step_seconds:.3f} s with the states of {whole.count('gpu')} units "
+        f"on the GPU, of {whole.count('host')} in host memory and of {whole.count('ssd')} on SSDs{also}: they are "
         "moved."
     )
 

@@ -311,8 +311,7 @@ class _Search:
 
     def consider(self, plan: Plan) -> Prediction:
         """Returns the prediction for a plan, which is simulated the first time."""
-        if self.clip is not None and plan.clip != "off":
-            plan = replace(plan, clip=self.clip)  # the training steps in its own mode, whatever the plan
+        plan = plan.clipped(self.clip)  # the training steps in its own mode, whatever the plan
         self._simulations += 1
         text = repr(plan)
         prediction = self._predictions.get(text)
@@ -463,9 +462,9 @@ class _Search:
         if self._best_point is not None:
             plans.append(self._with_room_for_steps(*self._best_point[1:]))
         plans = [plan for plan in plans if self._has_room_for_steps(plan)]
-        if len(plans) > 1 and not self._is_better(plans[1], plans[0]):
-            if all(part.step == "cpu" for part in plans[0].placements):
-                plans.pop()
+        all_on_cpu = len(plans) > 1 and all(part.step == "cpu" for part in plans[0].placements)
+        if all_on_cpu and not self._is_better(plans[1], plans[0]):
+            plans.pop()
         for plan in plans:
             for in_host in (True, False):
                 plan = self._share_steps_of(plan, offloaded_parts(self.model, plan, in_host=in_host))

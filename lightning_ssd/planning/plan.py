@@ -177,6 +177,10 @@ class Plan:
         placed = ((self.units[unit.name], unit.own_parts) for unit in model.units)
         return [unit.parts.get(part.name, unit.placement) for unit, parts in placed for part in parts]
 
+    def clipped(self, clip: ClipMode | None) -> "Plan":
+        """Returns the plan with the clip mode of a training in place of its own; None: the plan as it is."""
+        return self if clip is None or self.clip == "off" else replace(self, clip=clip)
+
     def placed(self, model: ModelProfile, parts: Sequence[PartPlan]) -> "Plan":
         """Returns the plan with another placement of each part in `model.parts`."""
         remaining = iter(parts)

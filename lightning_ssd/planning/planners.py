@@ -60,7 +60,7 @@ def make_plan(
         hardware: the machine.
         planner: "holistic", "lohan", "fuyou", "ssdtrain" or "teraio".
         fixed: tiers of model states; None: the planner chooses them, too.
-        clip: clip mode in which the training steps, if "holistic" may not choose it, and `fixed` has none.
+        clip: clip mode of the training, whatever the plan; None: that of `fixed`, or the planner's choice.
 
     Raises:
         ValueError: there is no such planner.
@@ -68,7 +68,7 @@ def make_plan(
     check_choice("planner", planner, PLANNERS)
     if planner == "holistic":
         return plan_holistic(model, hardware, fixed, clip)
-    return PLANNERS[planner](model, hardware, fixed)
+    return PLANNERS[planner](model, hardware, fixed).clipped(clip)
 
 
 def plan_for_least_memory(

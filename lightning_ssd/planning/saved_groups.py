@@ -132,11 +132,7 @@ class FixedPlacement:
             placed = replace(part, weights=weights, states=states)
             parts.append(placed if placed.offloaded else PartPlan(weights, states))
         staging = plan.staging_bytes if self.staging_bytes is None else self.staging_bytes
-        return replace(self.clipped(plan).placed(model, parts), staging_bytes=staging)
-
-    def clipped(self, plan: Plan) -> Plan:
-        """Returns the plan with the clip mode of the training in place of its own."""
-        return plan if self.clip is None or plan.clip == "off" else replace(plan, clip=self.clip)
+        return replace(plan.clipped(self.clip).placed(model, parts), staging_bytes=staging)
 
 
 def offloaded_parts(model: ModelProfile, plan: Plan, *, in_host: bool) -> list[int]:

@@ -100,7 +100,7 @@ def test_states_move_where_that_is_fastest_in_the_clip_mode_of_the_training() ->
     model = make_model(24, saved=GB, inputs=GB // 10, parameters=GB // 20, forward=0.003, clip_norm=True)
     machine = replace(H100, gpu_bytes=32 * GB, cpu_step_rate=4e9)
     fixed = FixedPlacement(("host",) * 24, ("host",) * 24, clip="deferred")
-    present, other = make_plan(model, machine, fixed=fixed), fixed.clipped(make_plan(model, machine))
+    present, other = make_plan(model, machine, fixed=fixed), make_plan(model, machine).clipped(fixed.clip)
     runner: Any = SimpleNamespace(profile=model, hardware=machine, placement=fixed)
     elsewhere = PlanMaker(PlanOptions(), machine, torch.device("cpu")).make_elsewhere(runner, present)
     assert elsewhere is not None and elsewhere.clip == "deferred"
