@@ -33,7 +33,7 @@ TOLD_EVERY = 5.0
 """Least seconds between two prints of the results so far, of which the last one counts if the training is ended."""
 
 DISTINCT = 32
-"""Samples that each worker makes once, and repeats: random images take longer to make than a GPU to learn from."""
+"""Samples that each worker makes once, and repeats: to make a batch of random images takes longer than a step."""
 
 
 class Samples(Dataset[dict[str, Tensor]]):

@@ -20,8 +20,8 @@ MICRO_BATCHES = 3
 
 
 REMAP_BANDWIDTH = 45e9
-"""Bytes/s at which torch's allocator frees cached GPU memory and maps it anew, of the largest tensor: a step in which
-it did so about once, for a tensor of 4.6 GiB, took about 0.1 s more (Qwen2.5 of 1.5B, H200)."""
+"""Bytes of the largest tensor / seconds in which torch's allocator frees cached GPU memory and maps it anew for that
+tensor: a step in which this happened once, for 4.6 GiB, took about 0.1 s more (Qwen2.5 of 1.5B, H200)."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,9 @@ def simulate_every_micro_batch(model: ModelProfile, hardware: HardwareProfile, p
 def remap_seconds(model: ModelProfile, hardware: HardwareProfile, gpu_peak_bytes: int) -> float:
     """Returns the seconds of a step in which the allocator frees cached memory to have room for the largest tensor.
 
-    Cached memory is in pieces between other tensors. If less than the largest tensor's bytes are left besides the peak,
-    the allocator finds no piece of its size more often, the less is left. It waits for the GPU then, frees all cached
-    memory, and maps as much as it needs anew.
+    Cached memory is in pieces between other tensors. If the bytes beside the peak are fewer than those of the largest
+    tensor, there may be no piece of that size. Then the allocator waits for the GPU, frees all cached memory, and maps
+    memory anew. The fewer bytes there are, the more often that is assumed to happen.
     """
     lacking = gpu_peak_bytes + model.largest_tensor_bytes - hardware.gpu_bytes
     return model.micro_batches * min(max(0, lacking), model.largest_tensor_bytes) / REMAP_BANDWIDTH

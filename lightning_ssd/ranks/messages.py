@@ -275,7 +275,10 @@ class RankMessages(Uncopied):
         self.failed.set_exception(error)
 
     def _complete(self, keys: Iterable[_Key] | None = None) -> None:
-        """Completes the futures of boxes, by default of all, that have what is expected, or never get it."""
+        """Completes the future of each box whose expected messages have arrived, or will not arrive any more.
+
+        `keys` are those of the boxes; None: all boxes.
+        """
         completed: list[tuple[_Box, RankError | None]] = []
         with self._lock:
             for key in list(self._boxes if keys is None else keys):

@@ -1,4 +1,4 @@
-"""`Ranks`: this rank's share of what the ranks of one host have together, and of what all hosts have."""
+"""`Ranks`: shared memory, messages and collectives of one rank, and the end of its training after a failure."""
 
 import contextlib
 import os

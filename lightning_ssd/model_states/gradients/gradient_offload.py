@@ -171,7 +171,7 @@ class GradientOffloader:
     def offload_later(self, flat: FlatParameter, nbytes: int) -> None:
         """Has a gradient of `flat` offloaded together with others: events around each copy would delay backward.
 
-        Those that wait are offloaded when they have `CopiesInFlight.group_bytes`, with the arrival of `nbytes` more.
+        `nbytes` are its bytes. All waiting gradients are offloaded once they have `CopiesInFlight.group_bytes`.
         """
         self._waiting[flat] = self._waiting.get(flat, 0) + nbytes
         self._waiting_bytes += nbytes
@@ -362,7 +362,7 @@ class GradientOffloader:
         return arrived
 
     def on_host(self, flat: FlatParameter, arrived: Sequence[bool] | None) -> "Future[None]":
-        """Returns a future that is done when a gradient is on the host that `hand_over` has passed, with its result."""
+        """Returns a future that is done when a gradient is in host memory; `arrived` is the result of `hand_over`."""
         gradient = self._gradients[flat]
         return gradient.consumed if arrived is None else self._copies.on_d2h(gradient.mark)
 

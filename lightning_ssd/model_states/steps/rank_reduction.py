@@ -1,4 +1,4 @@
-"""What ranks reduce by torch, besides flat parameters: gradients of parameters that are not offloaded, and buffers."""
+"""Gradients of parameters that are not offloaded, and buffers: torch.distributed makes them equal on all ranks."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 

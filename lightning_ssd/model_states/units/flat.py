@@ -137,8 +137,8 @@ class FlatParameter:
         self.thread = 0
         """Identity of the thread on which the last of them began."""
         self.recomputed_by = 0
-        """Identity of the thread in backward whose operators outside of forwards have used the weights of this unit
-        last, which are kept on the device until it uses another unit. 0: there is none."""
+        """Identity of the thread whose last recomputation has used the weights of this unit. They stay on the device
+        until that thread uses another unit. 0: there is none."""
         self.forwards = 0
         """Number of running forwards of the unit."""
         self.summoned = False

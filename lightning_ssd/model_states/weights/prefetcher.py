@@ -11,7 +11,7 @@ other threads: with a lock, too, the training thread would evict or step weights
 
 Ownership: the device memory of a resident flat parameter belongs to the copy from the host until its mark is reached,
 which the compute stream waits for before a use; then to the running operations, which `users`, `recomputed_by` and
-`_nodes` tell; and to `evict` after that.
+`_nodes` record; and to `evict` after that.
 """
 
 import contextlib
