@@ -21,14 +21,14 @@ A row is a training in a process of its own, with random weights and samples, in
   fsdp+checkpoint        `FSDPStrategy(cpu_offload=True)`, without clipping, which Lightning refuses with it
   fsdp-fused+checkpoint  the same with `AdamW(parameters, fused=True)`, which is its fastest on a CPU
 
-`AdamW(parameters)` with default arguments, clipping at 1.0, bf16-mixed, the models' own losses, a DataLoader with two
-workers. A row has: the median step after `--warm-up` steps and after the plan is final; the longest step after that;
-the GPU's peak in these steps, and how often torch freed its cache of GPU memory for an allocation; RAM at its most, and
-at the end (the proportional set size of the process); the first step, and the steps and seconds until the plan is
-final; the seconds of the first `--warm-up` steps; and the loss of a fixed step, which is the same in all modes as far
-as matrix products are. If `--limit` ends a training, its row has the measurements up to then. The limit is that of one
-training, and counts from the start of its process. `--out` is written every few seconds; SIGTERM ends all, and prints
-the table.
+`AdamW(parameters)` with default arguments, clipping at 1.0 (`--clip`), bf16-mixed, the models' own losses, a DataLoader
+with two workers. A row has: the median step after `--warm-up` steps and after the plan is final; the longest step after
+that; the GPU's peak in these steps, and how often torch freed its cache of GPU memory for an allocation; RAM at its
+most, and at the end (the proportional set size of the process); the first step, and the steps and seconds until the
+plan is final; the seconds of the first `--warm-up` steps; and the loss of a fixed step, which is the same in all modes
+as far as matrix products are. If `--limit` ends a training, its row has the measurements up to then. The limit is that
+of one training, and counts from the start of its process. `--out` is written every few seconds; SIGTERM ends all, and
+prints the table.
 
 The processes are forked from one that has imported torch, Lightning and the models' classes, which takes up to a
 minute. Each row counts a part of the memory that they share with it as its RAM: some hundred MiB less than a program
@@ -304,6 +304,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--warm-up", type=int, default=30, help="least steps before the measured ones")
     parser.add_argument("--ragged", action="store_true", help="texts of 128 tokens to all, padded to the longest")
     parser.add_argument("--compiled", action="store_true", help="compile every layer")
+    parser.add_argument("--clip", type=float, default=1.0, help="norm at which gradients are clipped")
     parser.add_argument("--limit", type=float, help="seconds after which a process of a training is ended")
     parser.add_argument("--gpus", type=int, default=1, help="rows that are trained at once, each on a GPU of its own")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no other row is begun")

@@ -306,7 +306,7 @@ def fit(arguments: argparse.Namespace, shape: Shape, mode: str, cap: float) -> d
     loader = DataLoader(data, shape.batch, num_workers=2, collate_fn=pad if arguments.ragged else None)
     with tempfile.TemporaryDirectory() as path:
         trainer = quiet_trainer("bf16-mixed", strategy_of(mode), arguments.steps, [probe], path)
-        trainer.gradient_clip_val = None if mode.startswith("fsdp") else 1.0
+        trainer.gradient_clip_val = None if mode.startswith("fsdp") else arguments.clip
         try:
             trainer.fit(Module(model.train(), mode), loader)
         except torch.OutOfMemoryError:

@@ -113,12 +113,25 @@ class CopyEngine(ABC):
             mark = self.d2h(data, dst[start : start + data.numel()], after, awaited=last)
         return mark
 
+    def mapped(self, host: Tensor) -> Tensor:
+        """Returns page-locked host bytes as a tensor on the device, whose kernels write them over PCIe.
+
+        What a kernel writes is on the host when a later mark of its stream is reached. So a few bytes arrive before
+        copies that were issued earlier: those are made in the order of their issue, whatever their streams. The caller
+        keeps `host` alive.
+        """
+        return host
+
     @abstractmethod
     def h2d(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
         """Copies the beginning of host bytes `src` to device bytes `dst`, and returns the mark of the copy.
 
         The caller keeps both buffers alive until the returned mark is reached. `after` and `awaited`: as in `d2h`.
         """
+
+    @abstractmethod
+    def reached(self, mark: Mark) -> bool:
+        """Returns whether the device has passed `mark`."""
 
     @abstractmethod
     def wait(self, mark: Mark) -> None:
@@ -183,6 +196,9 @@ class CPUCopyEngine(CopyEngine):
             self._in_busy = self._in_busy.plus(dst.numel(), perf_counter() - start)
         return None
 
+    def reached(self, mark: Mark) -> bool:
+        return True
+
     def wait(self, mark: Mark) -> None:
         return None
 
@@ -241,8 +257,14 @@ class CUDACopyEngine(CopyEngine):
         ]
         return self._out.copy(spans, after, awaited)
 
+    def mapped(self, host: Tensor) -> Tensor:
+        return torch.as_tensor(_Mapped(host), device=self.device)
+
     def h2d(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
         return self._in.copy([(dst.data_ptr(), src.data_ptr(), dst.numel())], after, awaited)
+
+    def reached(self, mark: Mark) -> bool:
+        return mark is None or mark.reached()
 
     def wait(self, mark: Mark) -> None:
         if mark is not None:
@@ -268,6 +290,14 @@ class CUDACopyEngine(CopyEngine):
     def close(self) -> None:
         self._out.done.close()
         self._in.done.close()
+
+
+class _Mapped:
+    """Page-locked host bytes in the form of CUDA arrays of other libraries, which torch takes over without a copy."""
+
+    def __init__(self, host: Tensor) -> None:
+        data = (host.data_ptr(), False)
+        self.__cuda_array_interface__ = {"shape": (host.numel(),), "typestr": "|u1", "data": data, "version": 2}
 
 
 class _CopyStream:

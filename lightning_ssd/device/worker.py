@@ -17,12 +17,12 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_ssd.futures import Future, all_of
+from lightning_ssd.futures import Future, all_of, pass_on
 from lightning_ssd.storage import PriorityQueue, Urgency
 from lightning_ssd.waits import watch
 
-Run = Callable[[], Generator[Any, None, None] | None]
-"""A job: a function, or a generator function that yields once."""
+Run = Callable[[], "Generator[Any, None, None] | Future[None] | None"]
+"""A job: a function, or a generator function that yields once. A job that returns a future ends with it."""
 
 URGENT = -(2**62)
 """Priority of jobs that a thread or stream waits for."""
@@ -176,6 +176,9 @@ def _start(job: _Job) -> _Paused | None:
     """Runs a job until it yields work, or ends it and returns None."""
     try:
         rest = job.run()
+        if isinstance(rest, Future):
+            rest.add_done_callback(lambda done: pass_on(done, job.done))
+            return None
         if rest is not None:
             for work in rest:
                 return _Paused(job, rest, work)

@@ -59,6 +59,12 @@ class LateCopies(CPUCopyEngine):
     def h2d(self, src: Tensor, dst: Tensor, after: Any, *, awaited: bool = False) -> Any:
         return self._issue("h2d", src[: dst.numel()], dst)
 
+    def reached(self, mark: Any) -> bool:
+        with self._condition:
+            self._call()
+            issued = () if mark is None else self._issued[mark.direction]
+            return not issued or issued[0][0] > mark.number
+
     def wait(self, mark: Any) -> None:
         with self._condition:
             self._call()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd import torch_internals as internals
-from lightning_ssd.device import CopyEngine, Mark
+from lightning_ssd.device import CopyEngine
 from lightning_ssd.futures import Future, finished
 from lightning_ssd.storage import Slab
 from lightning_ssd.types import Clip
@@ -61,8 +61,7 @@ class GradScaleDecision:
     callbacks of `scale` (a deferred step begins, a speculative one is compared) run on that thread, too. It also sets
     `_speculated` and `_miss_rate`, which other threads read as whole values.
 
-    Ownership: each slot of `_host` belongs to the copy of a step's scale until that step's `scale` is done. The caller
-    of `decide` keeps the device bytes alive until the returned mark is reached.
+    Ownership: each slot of `_host` belongs to the copy of a step's scale until that step's `scale` is done.
 
     Args:
         copies: copies of the device.
@@ -97,6 +96,7 @@ class GradScaleDecision:
         self._not_finite = torch.zeros(1, dtype=torch.float32, device=copies.device)
         """On the device, 1.0 if a gradient was not finite."""
         self._host = Slab(self.SLOTS * _SLOT_BYTES, pin=copies.device.type == "cuda")
+        self._mapped = copies.mapped(self._host.tensor)
         self._in_flight: deque[Future[float | None]] = deque()
         """`scale` of the last steps, each of which has a slot of `_host`."""
         self._slot = 0
@@ -212,33 +212,32 @@ class GradScaleDecision:
             self.decided = True
             self.scale.set_result(None)
 
-    def decide(self, scale: Tensor | None, *, awaited_for_gradients: bool = False) -> tuple[Tensor, Mark] | None:
+    def decide(self, scale: Tensor | None) -> None:
         """Completes the future `scale` as soon as the device has computed it: backward and clipping are over.
 
-        The compute stream is ordered after all copies of gradients.
+        Copies of gradients may still be under way. The scale does not wait for them.
 
         Args:
             scale: the scale, on the device, one element; None: 1.
-            awaited_for_gradients: whether steps wait for `scale` in place of copies of their gradients.
-
-        Returns:
-            Device memory that the caller keeps alive until the mark is reached; None if there is none.
         """
         if self.decided:
-            return None
+            return
         self.decided = True
         decided = self.scale
-        if scale is None and not (self.loss_scaled or awaited_for_gradients):
+        if scale is None and not self.loss_scaled:
             decided.set_result(1.0)
-            return None
+            return
         try:
             data = torch.cat((torch.ones_like(self._not_finite) if scale is None else scale, self._not_finite))
             if len(self._in_flight) == self.SLOTS:
                 wait_for_all([self._in_flight.popleft()], "the scale of gradients")
             self._in_flight.append(decided)
-            slot = self._host.tensor[self._slot * _SLOT_BYTES :][:_SLOT_BYTES]
+            slot, mapped = (
+                memory[self._slot * _SLOT_BYTES :][:_SLOT_BYTES] for memory in (self._host.tensor, self._mapped)
+            )
             self._slot = (self._slot + 1) % self.SLOTS
-            mark = self._copies.d2h(data.view(torch.uint8), slot, self._copies.mark(), awaited=True)
+            torch.bitwise_or(data.view(torch.uint8), 0, out=mapped)  # a kernel, where `copy_` is a copy among others
+            mark = self._copies.mark(awaited=True)
             self.reset_checks()
         except BaseException as error:  # jobs wait for the scale, and the end of training for the jobs
             decided.set_exception(error)
@@ -258,7 +257,6 @@ class GradScaleDecision:
             decided.set_result(None if not_finite else scale)
 
         self._copies.on_d2h(mark).add_done_callback(on_host)
-        return data, mark
 
     def fail(self) -> None:
         """Fails jobs that wait for an undecided scale: training ended between backward and step."""

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ssd import torch_internals as internals
-from lightning_ssd.device import CopyEngine, Worker
-from lightning_ssd.futures import Future
+from lightning_ssd.device import CopyEngine, Mark, Worker
+from lightning_ssd.futures import Future, finished
 from lightning_ssd.model_states.gradients.copies_in_flight import CopiesInFlight
 from lightning_ssd.model_states.gradients.grad_scale import GradScaleDecision
 from lightning_ssd.model_states.gradients.gradient import Gradient, GradientPool, GradientState
@@ -205,12 +205,11 @@ class GradientOffloader:
         return flat not in self._waiting and len(self._gradients[flat].on_device) == len(flat.param_views)
 
     def end_backward(self) -> None:
-        """Orders the compute stream after all copies, and records how many gradients each flat parameter has had."""
+        """Issues all copies, and records how many gradients each flat parameter has had."""
         self.backward.end()
         self._offload_waiting()
         self._stream = None
         self.norms.measure_waiting()  # the next forward may come before the step, and needs the memory
-        self.in_flight.release()
         for flat, gradient in self._gradients.items():
             if num_arrived := gradient.end_backward():
                 self._expected[flat, _requires_grad(flat), self._prefetcher.used_outside(flat)] = num_arrived
@@ -365,6 +364,10 @@ class GradientOffloader:
         """Returns a future that is done when a gradient is in host memory; `arrived` is the result of `hand_over`."""
         gradient = self._gradients[flat]
         return gradient.consumed if arrived is None else self._copies.on_d2h(gradient.mark)
+
+    def copied(self, mark: Mark) -> "Future[None]":
+        """Returns a future that is done when a copy is, given its mark: mostly at once. Any thread may call."""
+        return finished(None) if self._copies.reached(mark) else self._copies.on_d2h(mark)
 
     def hand_over_on_device(self, flat: FlatParameter) -> "tuple[WaitingGradient, list[bool]]":
         """Passes the ownership of a gradient that is on the device as a whole to a step there, as `hand_over` does.

@@ -69,6 +69,7 @@ class OptimizerStep:
         count: called after each job of the CPU with the parameters stepped and the seconds that it took.
         priority: priority of the jobs and their reads; the lowest goes first.
         opt_state_priority: priority of the second job of a step in two halves.
+        copied: called when the scale is known; returns a future that is done when the gradient is in host memory.
         waiting: the gradient on the device, for `on_device`; None: it is in host memory.
         autocast: dtype of matrix products of the optimizer, if `optimizer.step` is called within autocast, as in manual
             optimization; None: it is not.
@@ -85,6 +86,7 @@ class OptimizerStep:
     count: Callable[[int, float], None]
     priority: int
     opt_state_priority: int = 0
+    copied: "Callable[[], Future[None]]" = lambda: finished(None)
     waiting: WaitingGradient | None = None
     autocast: torch.dtype | None = None
 
@@ -137,12 +139,17 @@ class OptimizerStep:
             drop_second: whether the second version in host memory is freed before, since no step is to use it soon.
         """
         if not self.store.buffers.in_memory:
-            whole = then(all_of([*after, self.scale]), lambda _: self._commit_or_redo(None))
+            copied = then(all_of([*after, self.scale]), lambda _: self.copied())
+            whole = then(copied, lambda _: self._commit_or_redo(None))
             return whole, whole
         done: Future[None] = Future()
         opt_state: Future[None] | None = None
 
-        def run() -> Jobs:  # on the worker's thread
+        def run() -> "Jobs | Future[None]":  # on the worker's thread
+            copied = self.copied()
+            return make() if copied.done() else self._submit(make, [copied])
+
+        def make() -> Jobs:
             nonlocal opt_state
             scale = self.scale.result()
             if scale is not None and drop_second:
@@ -233,7 +240,8 @@ class OptimizerStep:
             if not weights.done():  # `first` is done before `whole`, unless the step failed or was not made there
                 pass_on(done, weights)
 
-        done = then(all_of([*after, self.scale]), begin)
+        copied = then(all_of([*after, self.scale]), lambda _: self.copied())
+        done = then(copied, begin)
         done.add_done_callback(pass_done)
         return weights, done
 
@@ -241,6 +249,7 @@ class OptimizerStep:
         """Reads, steps and writes in one job, which excludes all others (LoHan's figure 3b)."""
 
         def run() -> None:
+            self.copied().result()
             for work in self._make_in_memory(self.scale.result()):
                 do_together([work])
             self.store.written().result()
@@ -295,7 +304,10 @@ class OptimizerStep:
         return done
 
     def _submit(
-        self, run: Callable[[], Jobs | None], after: "Sequence[Future[Any]]", priority: int | None = None
+        self,
+        run: "Callable[[], Jobs | Future[None] | None]",
+        after: "Sequence[Future[Any]]",
+        priority: int | None = None,
     ) -> "Future[None]":
         return self.worker.submit(run, after, priority=self.priority if priority is None else priority)
 

@@ -11,6 +11,7 @@ clips between backward and step, and `step_records` names the steps that a kille
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -40,6 +41,8 @@ from lightning_ssd.model_states.stores import StagedFlats
 from lightning_ssd.model_states.units import FlatParameter, SharedMemory
 from lightning_ssd.model_states.weights import OffloadedModel, ParamPrefetcher
 from lightning_ssd.waits import wait_for, wait_for_all
+
+_AT_ONCE = partial(finished, None)
 
 
 class StepScheduler:
@@ -229,11 +232,10 @@ class StepScheduler:
         else:
             arrived = self._gradients.hand_over(flat)
         speculated = self._decision.speculated  # once: the end of an earlier step may change it
-        waits = arrived is not None and speculated is None and not self._decision.decided
-        if waiting is not None or (waits and self._ranks is None):
-            on_host = finished(None)  # no copy to host memory is waited for, or the scale is known after it
-        else:
-            on_host = self._gradients.on_host(flat, arrived)
+        waits = arrived is not None and speculated is None and not self._decision.decided and self._ranks is None
+        # A future of each copy would cost time in backward. When the scale is known, most copies are made.
+        copied = partial(self._gradients.copied, gradient.mark) if waits and waiting is None else _AT_ONCE
+        on_host = finished(None) if waits or waiting is not None else self._gradients.on_host(flat, arrived)
         limit = self._running.limit
         reduced = self._running.defer_to_user_hooks
         if self._ranks is not None and not reduced:
@@ -264,6 +266,7 @@ class StepScheduler:
             self._priorities[flat],
             # The second part is made when all weights are, and first of the unit whose gradients arrive first.
             opt_state_priority=2 * len(self._priorities) - self._priorities[flat],
+            copied=copied,
             waiting=waiting,
             autocast=torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None,
         )
@@ -290,8 +293,8 @@ class StepScheduler:
         """Begins a step by `stepper` (None: by the CPU), speculatively, or when the scale is known, and all of `ready`
         are done.
 
-        `on_host` is done when the gradient is in host memory, or at once if the gradient waits on the device, or if the
-        scale is known after its copy. Returns the futures of the compute weights and of the whole step.
+        `on_host` is done when the gradient is in host memory; at once if it waits on the device, or if the step looks
+        at its copy when the scale is known. Returns the futures of the compute weights and of the whole step.
         """
         accumulated = step.arrived is None
         # A step that is not committed must not change the values or the gradient. That of several ranks is their mean.
@@ -327,6 +330,8 @@ class StepScheduler:
                 "`self.manual_backward(loss)` instead."
             )
         self._gradients.end_backward()
+        if self._running.optimizer is None:  # else `end` does this
+            self._gradients.in_flight.release()
         for flat, gradient in self._gradients.items():
             if any(gradient.arrived):
                 if self._is_stepping(flat) and not flat.shared:
@@ -356,10 +361,8 @@ class StepScheduler:
             self._running.limit = clipping.limit
             self._decision.reset_checks()  # which are not of this step
             self._decision.merge_checks(dict(clipping.found))
-        in_flight = self._decision.decide(clipping.scale, awaited_for_gradients=self.has_submitted)
-        if in_flight is not None:
-            data, mark = in_flight
-            self._gradients.in_flight.add([data], mark)
+        self._decision.decide(clipping.scale)
+        self._gradients.in_flight.release()  # not earlier: the scale would wait for the last copies
         self._check_memory_is_stepped_once(optimizer)
         self._submit_remaining(optimizer)
         self._weights_first.note(self._gradients.pop_waited() + self._waited)
@@ -386,6 +389,7 @@ class StepScheduler:
         assert self._running.optimizer is not None and not self._submitted
         self._clipping.pop(self._running.optimizer)
         self._decision.cancel()
+        self._gradients.in_flight.release()
         self._running.end()
         self._options.end()
         self._prefetcher.reset()
