@@ -1,9 +1,9 @@
 """Messages between the ranks of one host, futures of messages that are expected, and the end of a rank."""
 
-import contextlib
 import os
 import pickle
 import selectors
+import socket
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -11,12 +11,12 @@ from datetime import timedelta
 from enum import IntEnum, auto
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_ssd.futures import Future
-from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.uncopied import Uncopied
 from lightning_ssd.waits import wait_for, watch
 
@@ -75,6 +75,10 @@ class RankMessages(Uncopied):
     Threads: any. `_lock` guards the fields below it; it is not held while futures complete. Futures complete, and run
     their callbacks, on the thread `ranks`, which receives; or on the calling thread if their messages have arrived.
 
+    Deadlocks: only the thread `ranks-sender` waits until a socket has room, for which the other rank's thread `ranks`
+    receives. The thread `ranks` waits for messages alone, because `post` queues them and callbacks wait for nothing. If
+    it receives no more of a rank, that rank's sender gets an error instead.
+
     Args:
         rank: number of this rank.
         connections: connections to all other ranks; owned.
@@ -101,8 +105,8 @@ class RankMessages(Uncopied):
         self.size = len(connections) + 1
         self.others = sorted(connections)
         self._connections = connections
-        self._sending = {rank: threading.Lock() for rank in connections}
-        """Held while a message is sent to a rank: a long one is sent in parts."""
+        self._posted: SimpleQueue[tuple[bytes, Collection[int]] | None] = SimpleQueue()
+        """Messages that are not sent yet, and their receivers; None: no message follows."""
         self._received = 0
         self._exchanges = 0
         self._lock = threading.Lock()
@@ -113,24 +117,23 @@ class RankMessages(Uncopied):
         """Why no message is expected any more: the first failure of any rank, this one included."""
         self._wake, self._woken = Pipe()
         self._thread = threading.Thread(target=self._run, name="lightning_ssd-ranks", daemon=True)
+        self._sender = threading.Thread(target=self._send, name="lightning_ssd-ranks-sender", daemon=True)
         self._thread.start()
+        self._sender.start()
         watch(self, timeout.total_seconds())
         _open.add(self)
 
     # ---- messages ----
 
-    @uninterrupted  # after a part of a message, others would be read as its rest
-    def post(self, topic: Topic, number: int, turn: int, content: object, to: Iterable[int]) -> None:
-        """Sends a message to other ranks, which see the bytes that this rank has written to shared memory before.
+    def post(self, topic: Topic, number: int, turn: int, content: object, to: Collection[int]) -> None:
+        """Has a message sent to other ranks, which see the bytes that this rank has written to shared memory before.
 
+        Messages arrive in the order of their calls. The call waits for nothing, so that callbacks may make it.
         `number` is that of a flat parameter, if the topic is about one, and `turn` counts the messages about it.
         `content` can be pickled, and may have any length.
         """
         message = pickle.dumps(((topic, number, turn), content))  # which only processes of the same user receive
-        for rank in to:
-            # An error: the rank has ended, which the receiving thread finds out, too.
-            with self._sending[rank], contextlib.suppress(OSError):
-                self._connections[rank].send_bytes(message)
+        self._posted.put((message, to))
 
     def post_after(
         self,
@@ -139,7 +142,7 @@ class RankMessages(Uncopied):
         number: int,
         turn: int,
         content: Callable[[], object],
-        to: Iterable[int],
+        to: Collection[int],
     ) -> None:
         """Posts a message, whose content `content` returns, once `done` is, on the thread that completes it.
 
@@ -201,6 +204,8 @@ class RankMessages(Uncopied):
             return
         if self._failure is None:
             self.post(Topic.END, 0, 0, None, self.others)
+        self._posted.put(None)
+        self._sender.join()  # while this rank receives: the other one may be sending, too
         self._wake.send(None)
         self._thread.join()
         for one in (*self._connections.values(), self._wake, self._woken):
@@ -223,7 +228,17 @@ class RankMessages(Uncopied):
         remedy = "if they are busy for so long, set `ddp={'timeout': timedelta(hours=2)}`"
         return f"messages missing: {'; '.join(waiting)}; {remedy}" if waiting else ""
 
-    # ---- the thread that receives ----
+    # ---- the threads that send and receive ----
+
+    def _send(self) -> None:
+        for message, ranks in iter(self._posted.get, None):
+            for rank in ranks:
+                try:
+                    self._connections[rank].send_bytes(message)
+                except ConnectionError:
+                    pass  # the rank has ended, which the receiving thread finds out, too
+                except Exception as error:  # such as for lack of memory; the thread would end, and others would wait
+                    self.fail(error)
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -236,9 +251,12 @@ class RankMessages(Uncopied):
                         return
                     if not self._receive(found.data):
                         selector.unregister(found.fileobj)
+                        unread = socket.socket(fileno=found.fd)
+                        unread.shutdown(socket.SHUT_RD)  # the other rank, if it is alive, would wait to send more
+                        unread.detach()
 
     def _receive(self, rank: int) -> bool:
-        """Receives one message of a rank. Returns False if it will send no more."""
+        """Receives one message of a rank. Returns False if no more of its messages can be received."""
         try:
             key, content = pickle.loads(self._connections[rank].recv_bytes())
         except (EOFError, OSError):  # the rank has ended, maybe with messages unread, or while it sent one

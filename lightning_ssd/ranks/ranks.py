@@ -232,8 +232,10 @@ def _begin_end(noticed: threading.Event, failed: "Future[None]") -> None:
 
     def end() -> None:
         if not noticed.wait(_END_SECONDS):
-            print(f"lightning_ssd: {failed.exception()}", file=sys.stderr, flush=True)
-            os._exit(1)
+            try:
+                print(f"lightning_ssd: {failed.exception()}", file=sys.stderr, flush=True)
+            finally:  # also if nobody reads the output any more
+                os._exit(1)
 
     for target, name in ((abort_process_groups, "abort"), (end, "failure")):
         threading.Thread(target=target, name=f"lightning_ssd-{name}", daemon=True).start()

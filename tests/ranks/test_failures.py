@@ -1,10 +1,15 @@
 """An error or the death of one rank ends all ranks, with its cause; ranks that train differently are refused."""
 
 import functools
+import os
 import re
+import sys
+import threading
 
 import pytest
 
+from lightning_ssd.futures import failed
+from lightning_ssd.ranks import RankError, ranks
 from tests.ranks.failures import CAUGHT, ENDS, ENDS_ON_HOSTS
 from tests.ranks.processes import launch
 
@@ -29,6 +34,21 @@ def test_the_end_of_a_rank_ends_the_other_with_its_cause(name: str) -> None:
     status, output = launch("failures.py", arguments=[name])[rank]
     assert status != 0
     assert re.search(error, output), output
+
+
+def test_a_process_ends_after_a_failure_although_nobody_reads_its_output() -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            reader, writer = os.pipe()
+            os.close(reader)
+            sys.stderr = open(writer, "w")
+            ranks._END_SECONDS = 0.0
+            ranks._begin_end(threading.Event(), failed(RankError("rank 1 has died")))
+            threading.Event().wait(20)  # as a training thread that waits for the other rank
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
 @pytest.mark.thorough

@@ -1,7 +1,9 @@
 """Messages between ranks, which are threads of one process here: order, ends and failures."""
 
+import errno
 import os
 import socket
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +27,26 @@ class Unreadable:
 
 def no_room() -> object:
     raise MemoryError("no room")
+
+
+def end_as_killed(rank: RankMessages) -> None:
+    """Ends the connections of a rank, as the kernel does with those of a killed process."""
+    for connection in [one for one in rank._connections.values() if not one.closed]:
+        with socket.socket(fileno=os.dup(connection.fileno())) as ended:
+            ended.shutdown(socket.SHUT_RDWR)
+
+
+def assert_ends(ranks: list[RankMessages], *calls: Callable[[], None]) -> None:
+    """Asserts that calls on threads of their own return, and ends all ranks if they do not."""
+    threads = [threading.Thread(target=call, daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    waiting = [thread for thread in threads if thread.is_alive()]
+    for rank in ranks if waiting else ():
+        end_as_killed(rank)
+    assert not waiting
 
 
 @pytest.fixture
@@ -67,6 +89,69 @@ def test_long_messages_of_several_threads_arrive_whole(three: list[RankMessages]
         for turn, content in enumerate(contents):
             threads.submit(second.post, Topic.TRAINING, 0, turn, content, [0])
     assert [one.result(timeout=60) for one in collected] == [{1: content} for content in contents]
+
+
+def test_threads_that_receive_can_post_while_ranks_send_each_other_long_messages(three: list[RankMessages]) -> None:
+    """Neither receives until both ranks are sending messages that are longer than what sockets hold."""
+    ranks = {one.rank: one for one in three[:2]}
+    both = threading.Barrier(3)
+
+    def answer(found: "Future[dict[int, None]]") -> None:
+        (other,) = found.result()
+        both.wait(60)
+        both.wait(60)
+        ranks[1 - other].post(Topic.READY, 0, 0, b"short", [other])
+
+    for rank, one in ranks.items():
+        one.collect(Topic.STEP, 0, 0, [1 - rank]).add_done_callback(answer)
+        ranks[1 - rank].post(Topic.STEP, 0, 0, None, [rank])
+    both.wait(60)  # the messages that they answer are received
+    for rank, one in ranks.items():
+        message = Topic.TRAINING, 0, 0, bytes(10**6), [1 - rank]
+        threading.Thread(target=one.post, args=message, daemon=True).start()
+    try:
+        assert all(one._connections[1 - rank].poll(60) for rank, one in ranks.items())
+        both.wait(60)
+        for rank, one in ranks.items():
+            assert one.collect(Topic.TRAINING, 0, 0, [1 - rank]).result(timeout=20) == {1 - rank: bytes(10**6)}
+            assert one.collect(Topic.READY, 0, 0, [1 - rank]).result(timeout=20) == {1 - rank: b"short"}
+    finally:
+        for one in three:
+            end_as_killed(one)
+
+
+def test_ranks_can_end_while_they_send_each_other_long_messages(three: list[RankMessages]) -> None:
+    first, second, _ = three
+    for turn in range(10):
+        for one, other in ((first, 1), (second, 0)):
+            one.post(Topic.TRAINING, 0, turn, bytes(10**6), [other])
+    assert_ends(three, first.close, second.close)
+
+
+def test_a_rank_can_end_whose_messages_another_cannot_read(three: list[RankMessages]) -> None:
+    first, second, _ = three
+    second.post(Topic.TRAINING, 0, 0, Unreadable(), [0])
+    assert first.failed.wait(60)
+    second.post(Topic.TRAINING, 0, 1, bytes(10**6), [0])
+    assert_ends(three, second.close)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOBUFS, "no room"), MemoryError("no room")])
+def test_a_message_that_cannot_be_sent_ends_all_ranks(
+    three: list[RankMessages], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    first, second, third = three
+    waits = [one.collect(Topic.STEP, 0, 0, [1]) for one in (first, third)]
+
+    def send_bytes(connection: Connection, message: bytes) -> None:
+        monkeypatch.undo()
+        raise error
+
+    monkeypatch.setattr(Connection, "send_bytes", send_bytes)
+    second.post(Topic.STEP, 0, 0, None, [0])
+    for wait in waits:
+        with pytest.raises(RankError, match="rank 1 has failed: .*no room"):
+            wait.result(timeout=20)
 
 
 def test_a_rank_that_ends_fails_only_what_it_has_not_sent(three: list[RankMessages]) -> None:
@@ -112,9 +197,7 @@ def test_a_dead_rank_is_named(three: list[RankMessages]) -> None:
     first, second, third = three
     wait = first.collect(Topic.READY, 0, 0, [2])
     first.post(Topic.STEP, 0, 0, b"unread", [1])
-    for connection in second._connections.values():  # as the kernel does with those of a killed process
-        with socket.socket(fileno=os.dup(connection.fileno())) as ended:
-            ended.shutdown(socket.SHUT_RDWR)
+    end_as_killed(second)
     with pytest.raises(RankError, match="rank 1 has died"):
         wait.result(timeout=60)
 
