@@ -107,13 +107,13 @@ def test_a_device_that_is_lost_at_any_copy_ends_training_with_its_error(
 
 
 class RefusingCopies(CPUCopyEngine):
-    """The device is lost before a copy is issued."""
+    """The device is lost before the mark of a scale is recorded."""
 
-    def d2h(self, *args: Any, **kwargs: Any) -> Mark:
+    def mark(self, *, awaited: bool = False) -> Mark:
         raise RuntimeError("CUDA error: the device is lost")
 
 
-def test_a_scale_whose_copy_is_not_issued_fails_the_jobs_that_wait_for_it() -> None:
+def test_a_scale_that_is_not_issued_fails_the_jobs_that_wait_for_it() -> None:
     """Otherwise the end of training would wait for these jobs forever."""
     decision = GradScaleDecision(RefusingCopies(CPU), clip="deferred", needs_norm=True, loss_scaled=False)
     parameter = torch.nn.Parameter(torch.zeros(1))

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd import SSDOffloadStrategy
-from lightning_ssd.device import Worker
+from lightning_ssd.device import CPUCopyEngine, Worker
+from lightning_ssd.futures import Future, finished
+from lightning_ssd.model_states import build
 from lightning_ssd.model_states.optimizers.adam import any_kernel
 from lightning_ssd.model_states.steps.step import OptimizerStep
 from lightning_ssd.model_states.steps.weights_first import WeightsFirst
@@ -195,6 +197,59 @@ def test_the_forward_of_a_unit_waits_for_its_own_deferred_step_alone(
     assert held.made == [0, 1, 2, 3] * 3
     assert held.rests == ([] if any_kernel() is None else [3, 2, 1, 0] * 3)
     assert all(held.in_time)
+
+
+class LastCopy(CPUCopyEngine):
+    """The last copy of a gradient is under way until a test completes `copied`."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.last: Any = None
+        self.copied: Future[None] = finished(None)
+
+    def d2h_each(self, *arguments: Any, **options: Any) -> Any:
+        super().d2h_each(*arguments, **options)
+        self.last, self.copied = object(), Future()
+        return self.last
+
+    def reached(self, mark: Any) -> bool:
+        return mark is not self.last or self.copied.done()
+
+    def on_d2h(self, mark: Any) -> "Future[None]":
+        return self.copied if mark is self.last else finished(None)
+
+
+def test_clipped_steps_wait_for_the_copies_of_their_own_gradients_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first unit's gradient is copied last, and may be a large embedding's. The others are stepped meanwhile."""
+    copies = LastCopy(torch.device("cpu"))
+    monkeypatch.setattr(build, "make_copy_engine", lambda device: copies)
+    made, others = list[int](), threading.Event()
+    make = OptimizerStep._make
+
+    def told(step: OptimizerStep, staged: Any, scale: float, half: Any = "whole") -> Any:
+        if half != "opt_state":
+            made.append(int(step.store.flat.param_views[0].name.split(".")[1]))
+            if made[-1] and not copies.copied.done():
+                others.set()
+                copies.copied.set_result(None)
+        return make(step, staged, scale, half)
+
+    class Waits(Chain):
+        def on_train_batch_end(self, *_: Any) -> None:
+            in_time.append(others.wait(timeout=20))
+            others.clear()
+            if not in_time[-1]:
+                copies.copied.set_result(None)  # or the training would wait for ever
+            super().on_train_batch_end()
+
+    in_time: list[bool] = []
+    monkeypatch.setattr(OptimizerStep, "_make", told)
+    strategy = SSDOffloadStrategy(states="host", min_bytes=1, gpu_memory="1B", clip="deferred")
+    make_trainer(tmp_path, strategy, limit_train_batches=3, gradient_clip_val=1e-3).fit(Waits([]), loader())
+    assert in_time == [True] * 3
+    assert made == [1, 0, 2, 3] * 3
 
 
 def test_overlap_naive_is_serial_and_none_steps_after_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
