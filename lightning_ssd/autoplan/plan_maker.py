@@ -223,14 +223,13 @@ class PlanMaker:
         fits = not prediction.excess_bytes(runner.hardware)
         if holistic and fits and not resident and "ssd" not in tiers:
             # Only moves to the device could be faster, by at most the share of the states that moves. They have
-            # most room if all units are checkpointed, and the largest tensor keeps its own. The search takes as long as
-            # that for the present plan: half of the longest step after the first.
+            # most room if all units are checkpointed. The search takes as long as that for the present plan: half of
+            # the longest step after the first.
             freeing = checkpoint_all(runner.profile, present) or present
             least = min(prediction.gpu_peak_bytes, simulate(runner.profile, runner.hardware, freeing).gpu_peak_bytes)
             placed = zip(runner.profile.parts, present.parts(runner.profile), strict=True)
             offloaded = sum(profile.resident_bytes for (_, profile), part in placed if part.offloaded)
-            room = runner.hardware.gpu_bytes - runner.profile.largest_tensor_bytes - least
-            if room < MIN_MOVE_GAIN * offloaded:
+            if runner.hardware.gpu_bytes - least < MIN_MOVE_GAIN * offloaded:
                 return None
         # The training will step as it does now, and the present plan is predicted so.
         plan = make_plan(runner.profile, runner.hardware, self.options.planner, None, runner.placement.clip)

@@ -282,6 +282,20 @@ class _Search:
         self.consider_other(plan)
         self.try_few_launches()
         self.share_steps()
+        if self.fixed is None and self._checkpointable and self._gpu_bytes < self.hardware.gpu_bytes:
+            self._fill_room_of_largest()
+
+    def _fill_room_of_largest(self) -> None:
+        """Simulates plans that checkpoint all units, and whose first parts also take the room of the largest tensor.
+
+        They may save more time than mapping that tensor takes, as the states of a large embedding do.
+        """
+        room = self._gpu_left + self.hardware.gpu_bytes - self._gpu_bytes
+        checkpointed = [self.model.units[index].name for index in self._checkpointable]
+        most = self._count_resident(room)
+        for resident in sorted({min(self._count_resident(self._gpu_left) + 1, most), most}):
+            parts = [PartPlan("gpu", "gpu")] * resident + list(self.fastest.plan.parts(self.model))[resident:]
+            self.consider(checkpoint(keep_all(self.fastest.plan.placed(self.model, parts)), checkpointed))
 
     def consider_papers(self) -> None:
         """Simulates the plan of least memory and those of papers, but Teraio's."""

@@ -15,6 +15,7 @@ from lightning_ssd.planning import (
     HardwareProfile,
     HostOverhead,
     ModelProfile,
+    PartPlan,
     Plan,
     UnitPlan,
     UnitProfile,
@@ -24,7 +25,7 @@ from lightning_ssd.planning import (
     plan_for_least_memory,
     simulate,
 )
-from lightning_ssd.planning.few_launches import checkpoint, free_tensors, free_units
+from lightning_ssd.planning.few_launches import checkpoint, checkpoint_all, free_tensors, free_units, keep_all
 from lightning_ssd.planning.holistic import CAUTION, PLAIN_GAIN, SAME_EXCESS, min_memory_plan
 from lightning_ssd.planning.resident import DEVICE_STEP_BYTES, resident_by_kind, resident_bytes
 from lightning_ssd.planning.saved_groups import build_plan, default_plan, saved_groups
@@ -656,6 +657,23 @@ def test_plans_leave_room_for_the_largest_tensor(largest: int) -> None:
     for fixed in (FixedPlacement(("host",) * 24, ("host",) * 24), None):
         peak = simulate(model, machine, make_plan(model, machine, fixed=fixed)).gpu_peak_bytes
         assert 0.85 * (machine.gpu_bytes - largest) < peak <= machine.gpu_bytes - largest
+
+
+@pytest.mark.parametrize("gpu", [8, 11, 14, 20])
+def test_no_number_of_first_parts_on_the_gpu_is_clearly_faster(gpu: int) -> None:
+    """Also if the first one, such as an embedding's, has room only where logits have theirs."""
+    model = checkpointable(make_model(8, saved=GB, inputs=GB // 10, parameters=GB // 20, forward=0.003, clip_norm=True))
+    embedding = replace(make_model(1, parameters=2 * GB // 5, forward=1e-4).units[0], name="embedding")
+    model = replace(model, units=(embedding, *model.units), largest_tensor_bytes=4 * GB)
+    machine = replace(H100, gpu_bytes=gpu * GB)
+    plan = make_plan(model, machine, clip="deferred")
+    found = simulate(model, machine, plan).step_seconds
+    for resident in range(10):
+        parts = [PartPlan("gpu", "gpu")] * resident + [PartPlan("host", "host")] * (9 - resident)
+        kept = keep_all(plan.placed(model, parts))
+        for written in (kept, checkpoint_all(model, kept)):
+            prediction = simulate(model, machine, written or kept)
+            assert prediction.excess_bytes(machine) or found <= 1.03 * prediction.step_seconds
 
 
 @pytest.mark.parametrize(("quick", "intercepts"), [(0.9, False), (0.2, True)])
