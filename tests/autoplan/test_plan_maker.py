@@ -49,7 +49,7 @@ def test_states_are_not_moved_to_a_device_without_room_for_saved_tensors(
     """No plan is searched for. With room besides the largest tensor, the one that is found has states on the device."""
     model = make_model(24, saved=GB, inputs=GB // 10, parameters=GB // 20, forward=0.003)
     model = replace(model, largest_tensor_bytes=largest)
-    machine = replace(H100, gpu_bytes=gpu_bytes, cpu_step_rate=1e9)
+    machine = replace(H100, gpu_bytes=gpu_bytes, cpu_step_rate=2e9)
     fixed = FixedPlacement(("host",) * 24, ("host",) * 24)
     present = make_plan(model, machine, fixed=fixed)
     runner: Any = SimpleNamespace(profile=model, hardware=machine, placement=fixed)
