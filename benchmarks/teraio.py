@@ -196,23 +196,16 @@ class Probe(pl.Callback):
 
 
 def placement(runner: PlanRunner, plan: Plan) -> dict[str, dict[str, int]]:
-    """Returns the bytes of optimizer states in each tier, of gradients, and of saved tensors of each choice.
-
-    Gradients are those of states on the GPU ("gpu"); of steps on the GPU of other states, for which they wait on it
-    ("wait on gpu"), or leave it and return ("return"); and of steps on the CPU ("host").
-    """
-    states, gradients, saved = Counter[str](), Counter[str](), Counter[str]()
+    """Returns the bytes of optimizer states in each tier, and of saved tensors of each choice."""
+    states, saved = Counter[str](), Counter[str]()
     for unit in runner.profile.units:
         of_unit = plan.units[unit.name]
         for part in unit.own_parts:
-            placed = of_unit.of(part.name)
-            states[placed.states] += part.state_bytes_read
-            kind = "gpu" if not placed.offloaded else "host" if placed.step == "cpu" else "return"
-            gradients["wait on gpu" if placed.gradients == "gpu" else kind] += part.gradient_bytes
+            states[of_unit.of(part.name).states] += part.state_bytes_read
         saved[of_unit.input] += unit.input_bytes
         for operator in unit.operators:
             saved[of_unit.operators[operator.name]] += operator.saved_bytes
-    return {"states": dict(states), "gradients": dict(gradients), "saved": dict(saved)}
+    return {"states": dict(states), "saved": dict(saved)}
 
 
 def train(case: dict[str, Any]) -> dict[str, Any]:

@@ -5,12 +5,6 @@ from typing import Literal, get_args
 Tier = Literal["gpu", "host", "ssd"]
 """Memory in which weights and optimizer states are stored, the fastest first."""
 
-Processor = Literal["cpu", "gpu"]
-"""Processor that steps a unit whose states are not on the GPU."""
-
-GradientTier = Literal["host", "gpu"]
-"""Memory in which gradients wait for a step on the GPU."""
-
 OffloadTierName = Literal["host", "ssd"]
 """Memory to which bytes of the training device are offloaded."""
 
@@ -35,9 +29,8 @@ Overlap = Literal["none", "naive", "optimized"]
 BackendName = Literal["auto", "posix", "kvikio"]
 """I/O library of the scratch files; "auto" chooses one (`storage/choice.py`)."""
 
-TIERS, PROCESSORS, GRADIENT_TIERS, OFFLOAD_TIERS, CHOICES, INPUT_CHOICES, CLIP_MODES, BACKENDS = (
-    get_args(kind)
-    for kind in (Tier, Processor, GradientTier, OffloadTierName, Choice, InputChoice, ClipMode, BackendName)
+TIERS, OFFLOAD_TIERS, CHOICES, INPUT_CHOICES, CLIP_MODES, BACKENDS = (
+    get_args(kind) for kind in (Tier, OffloadTierName, Choice, InputChoice, ClipMode, BackendName)
 )
 
 EVICT_MARGIN = 0.03

@@ -19,16 +19,24 @@ pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.mark.parametrize(
-    ("states", "accumulate", "limit", "precision"),
+    ("states", "accumulate", "limit", "precision", "clip"),
     [
-        ("ssd", 1, None, "bf16-mixed"),
-        ("ssd", 2, 8.0, "32-true"),
-        ("host", 1, 8.0, "32-true"),
-        ("host", 3, None, "bf16-mixed"),
+        ("ssd", 1, None, "bf16-mixed", "auto"),
+        ("ssd", 2, 8.0, "32-true", "auto"),
+        ("host", 1, 8.0, "32-true", "auto"),
+        ("host", 3, None, "bf16-mixed", "auto"),
+        ("host", 1, 0.5, "32-true", "deferred"),
+        ("ssd", 1, 0.5, "32-true", "speculative"),
     ],
 )
 def test_numbers_are_plain_lightnings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: Any, accumulate: int, limit: float | None, precision: Any
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    states: Any,
+    accumulate: int,
+    limit: float | None,
+    precision: Any,
+    clip: Any,
 ) -> None:
     """Bit for bit, with saved tensors and all states offloaded, and gradients that share the memory of two units."""
     engines: list[LateCopies] = []
@@ -44,7 +52,7 @@ def test_numbers_are_plain_lightnings(
         monkeypatch.setattr(module, "make_copy_engine", make)
     strategy = SSDOffloadStrategy(
         states=states, tier=states, min_bytes=1, offload=1.0, gpu_memory="1B", ssd_capacity="128MiB",
-        staging_memory="16MiB",
+        staging_memory="16MiB", clip=clip,
     )  # fmt: skip
     assert_same(train(tmp_path, strategy, Model(), **arguments), expected)
     assert len(engines) == 2

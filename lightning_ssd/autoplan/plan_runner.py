@@ -130,7 +130,6 @@ class PlanRunner:
         self.main: PlanRow | None = None
         self.rows: dict[int, PlanRow] = {}
         self.safe_rows: dict[int, PlanRow | None] = {}
-        self._steps_planned = False  # whether a plan has chosen the parts that the GPU steps
         self._training = training
         self._offloader = training.offloader
         self._states = training.states
@@ -177,7 +176,6 @@ class PlanRunner:
         self.main, self.rows, self.safe_rows = self.make_row(plan), {}, {}
         for proof in self.profiler.graph.proofs.values():  # the last plan may have checkpointed more units
             proof.forget()
-        self._place_steps(plan)
         self.follow(self.main)
         self._training.set_window(plan.window_bytes)
         self._warm_up = warm_up
@@ -218,28 +216,6 @@ class PlanRunner:
             policy = replace(policy, window_bytes=row.plan.window_bytes)
         if policy != self._offloader.policy:
             self._offloader.run(policy)
-
-    def _place_steps(self, plan: Plan) -> None:
-        """Makes the GPU step the parts that the plan names, and keep the gradients that the plan does."""
-        if self._states is None:
-            return
-        placed = [
-            (part, plan.units[unit.name].of(part.name))
-            for unit in self.profiler.units
-            for part in self.profiler.parts_of(unit)
-        ]
-        parts = [part for part, placement in placed if placement.step == "gpu"]
-        kept = [part for part, placement in placed if placement.gradients == "gpu"]
-        if not (parts or self._steps_planned):
-            return
-        self._steps_planned = True
-        chosen, kept_gradients = ([one for part in each for _, one in part.parameters] for each in (parts, kept))
-        if not self._states.step_on_device(chosen, kept_gradients):
-            log.warning(
-                "The GPU has no memory for the optimizer steps of %d parts of units that the plan assigns to it: "
-                "processors do not change, so that steps may take longer than predicted.",
-                len(parts),
-            )
 
     def stop(self) -> None:
         """Offloads all saved tensors from the next step on, as before the first plan."""

@@ -11,8 +11,8 @@ Note:
     is checkpointed; the window of transfers; the row of a plan that a micro-batch follows.
 
     The same in all processes, as collectives or shared memory depend on them: tiers of model states (`move_states`),
-    the processor of an optimizer step, whether gradients stay on the GPU, and the step between which and the next one
-    states are moved; a second attempt at a micro-batch (`save_memory`) if its backward has begun collectives.
+    and the step between which and the next one states are moved; a second attempt at a micro-batch (`save_memory`) if
+    its backward has begun collectives.
     These are the methods below that say "agreed".
 """
 

@@ -6,14 +6,12 @@ the host), or a future is done once it is reached (`on_d2h`, `on_h2d`; a thread 
 mark is a CUDA event. On a CPU, copies are done when the call returns, and a mark is `None`.
 """
 
-import contextlib
 import ctypes
 import queue
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from time import perf_counter
 from typing import NamedTuple
 
@@ -54,14 +52,6 @@ class CopyEngine(ABC):
     def empty(self, nbytes: int) -> Tensor:
         """Allocates `nbytes` bytes on the device, on the compute stream."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-
-    def sibling(self) -> "CopyEngine":
-        """Returns another engine of the device, with streams and threads of its own; the caller closes it."""
-        return type(self)(self.device)
-
-    def side_stream(self) -> AbstractContextManager[object]:
-        """Returns a context in which this thread's compute stream is a side stream, not the training's."""
-        return contextlib.nullcontext()
 
     def follow(self, stream: int | None) -> int:
         """Orders this thread's compute stream after the present work of another one, and returns its handle.
@@ -229,12 +219,6 @@ class CUDACopyEngine(CopyEngine):
         self._events = Events(device)
         self._out = _CopyStream("d2h-done", device, self._events)
         self._in = _CopyStream("h2d-done", device, self._events)
-        self._side: torch.cuda.Stream | None = None
-
-    def side_stream(self) -> AbstractContextManager[object]:
-        if self._side is None:
-            self._side = torch.cuda.Stream(self.device)
-        return torch.cuda.stream(self._side)
 
     def follow(self, stream: int | None) -> int:
         compute = self._events.compute_stream()

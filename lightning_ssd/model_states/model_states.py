@@ -20,7 +20,7 @@ in the right order. The state and the decisions are in the pieces: callers that 
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -54,7 +54,6 @@ from lightning_ssd.model_states.optimizers import (
 )
 from lightning_ssd.model_states.placement import RankStates, Setup
 from lightning_ssd.model_states.steps import (
-    DeviceSteps,
     GradientArrivals,
     GradientClipping,
     RankReduction,
@@ -73,7 +72,6 @@ from lightning_ssd.model_states.weights import MasterWeights, OffloadedModel, Pa
 from lightning_ssd.shutdown import Shutdown
 from lightning_ssd.storage import Slab, commit
 from lightning_ssd.uncopied import Uncopied
-from lightning_ssd.waits import wait_for_all
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +125,6 @@ class ModelStates(Uncopied):
         records: records of `recover=True`.
         decision: the scale of each step.
         state_dicts: checkpoints.
-        num_ranks: processes that share the model states.
         closed: whether threads and hooks have ended.
 
     Args:
@@ -164,7 +161,6 @@ class ModelStates(Uncopied):
         self.recovered = recovered
         self.parts_of = setup.parts_of
         self.shares_gradients = setup.shares_gradients
-        self.num_ranks = setup.world_size
         self._copies = copies = offloaded.copies
         self._masters = masters
         self._pool = pool
@@ -227,13 +223,6 @@ class ModelStates(Uncopied):
         self.running = RunningStep(defer_to_user_hooks=setup.defer_to_user_hooks)
         self._clipping = GradientClipping(self.gradients, self.decision, self.running, setup)
         self.records = StepRecords(journal, self.stores, self.gradients)
-        self._device_steps = DeviceSteps(
-            self.stores,
-            list(offloaded.flat_optimizers),
-            copies,
-            self._prefetcher,
-            drain=lambda: wait_for_all(self.gradients.consumed(), "gradients"),
-        )
         self._ranks = ranks
         self._last_micro_batch = setup.last_micro_batch
         self._reduction: RankReduction | None = None
@@ -251,7 +240,6 @@ class ModelStates(Uncopied):
             worker,
             setup,
             self.records,
-            self._device_steps,
             self.running,
             self._clipping,
             self._rank_steps,
@@ -271,7 +259,6 @@ class ModelStates(Uncopied):
             self._grad_dtype,
             self._prefetcher,
             self.steps,
-            self._device_steps,
             self.running,
             self._clipping,
         )
@@ -412,28 +399,6 @@ class ModelStates(Uncopied):
             self._reduction.reduce()
 
     # ---- an optimizer step ----
-
-    @uninterrupted
-    def step_on_device(self, parameters: Collection[nn.Parameter], kept_gradients: Collection[nn.Parameter]) -> bool:
-        """Has the device make the optimizer steps of these parameters, and the CPU all others.
-
-        Called between two steps on the training thread. The steps' bits do not depend on the processor. The device
-        steps the flat parameters of `parameters` whose gradients are not accumulated, in host memory or on SSDs, in
-        pieces of device memory that belong to this object.
-
-        Args:
-            parameters: the parameters.
-            kept_gradients: those whose gradients stay on the device until the step. Others are offloaded, and copied to
-                the device again, as are all that user code may read before the step.
-
-        Returns:
-            Whether there is device memory for the pieces; if not, nothing changes.
-        """
-        chosen, kept = (
-            {self._flat_of[one][0] for one in each if one in self._flat_of} for each in (parameters, kept_gradients)
-        )
-        assert self._ranks is None, "the CPU steps states that several ranks share"
-        return self._device_steps.plan(chosen, kept)
 
     def begin_step(self, optimizer: Optimizer) -> None:
         """Begins a step of `optimizer`, unless it has begun. Backward then submits steps of complete gradients."""

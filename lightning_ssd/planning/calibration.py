@@ -91,7 +91,7 @@ def calibrate_step_rate(
         step_seconds: measured seconds of a step, over which the copies are spread evenly.
     """
     placed = zip(model.parts, plan.parts(model), strict=True)
-    stepped = sum(profile.parameters for (_, profile), part in placed if part.steps_on_cpu)
+    stepped = sum(profile.parameters for (_, profile), part in placed if part.offloaded)
     if not stepped:  # only small tensors of resident units are stepped on the CPU
         return hardware
     if plan.clip == "deferred":

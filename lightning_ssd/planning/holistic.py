@@ -11,12 +11,11 @@ from itertools import accumulate, product
 from math import inf
 
 from lightning_ssd.planning.few_launches import checkpoint, free_tensors, free_units, keep_all
-from lightning_ssd.planning.hardware import INFINITE_STEP_RATE, HardwareProfile
+from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.papers import plan_fuyou, plan_lohan, plan_ssdtrain
 from lightning_ssd.planning.phase import iteration_seconds, step_phases
 from lightning_ssd.planning.plan import PartPlan, Plan
-from lightning_ssd.planning.resident import DEVICE_STEP_BYTES, resident_bytes, steps_on_gpu_fit
 from lightning_ssd.planning.saved_groups import (
     INPUT,
     FixedPlacement,
@@ -24,10 +23,7 @@ from lightning_ssd.planning.saved_groups import (
     build_plan,
     default_window,
     host_then_ssd,
-    keep_gradients,
-    offloaded_parts,
     saved_groups,
-    step_on_gpu,
 )
 from lightning_ssd.planning.simulator import Prediction, count_steps, simulate
 from lightning_ssd.planning.stages import cut_stages
@@ -51,7 +47,7 @@ N_SPREAD = 3
 
 SIMULATED_STAGES = 8000
 """Simulated stages, over all plans, steps and micro-batches, after which no more points are tried, if a plan fits.
-Plans with few launches and with optimizer steps on the GPU are tried all the same, and those of papers do not count."""
+Plans with few launches are tried all the same, and those of papers do not count."""
 
 MARGIN = 0.005
 """Share of a tier's budget that is left unused after a plan exceeded the budget and was reduced."""
@@ -275,13 +271,12 @@ class _Search:
         self._improve()
 
     def _improve(self) -> None:
-        """Simulates Teraio's plan, then improves the fastest plan: with few launches, and with steps on the GPU."""
+        """Simulates Teraio's plan, then plans with few launches."""
         most_seconds = inf if self.fastest.score[0] else CLOSE_ENOUGH * self.fastest.score[1]
         *_, plan = rated_plan(self.model, self.model, self.hardware, self.fixed, most_seconds)
         self.of_teraio = [plan]
         self.consider_other(plan)
         self.try_few_launches()
-        self.share_steps()
         if self.fixed is None and self._checkpointable and self._gpu_bytes < self.hardware.gpu_bytes:
             self._fill_room_of_largest()
 
@@ -462,104 +457,6 @@ class _Search:
                 if over <= 0 or freed < nbytes:  # it fits, or frees all that it can
                     break
                 nbytes = freed + over + margin
-
-    def share_steps(self) -> None:
-        """Moves optimizer steps to the GPU while the step gets shorter: those of parts in host memory, then on SSDs.
-
-        Then gradients of these parts stay on the GPU while the step gets shorter. The preferred plan is tried,
-        and the plan of the best point with room for steps on the GPU, because plans without such steps use all memory:
-        if the preferred plan has no room, or has such steps already, or is slower.
-        """
-        if self.model.micro_batches > 1:
-            return  # the CPU steps them all: their sums of gradients are not page-locked
-        plans = [self._preferred.plan]
-        if self._best_point is not None:
-            plans.append(self._with_room_for_steps(*self._best_point[1:]))
-        plans = [plan for plan in plans if self._has_room_for_steps(plan)]
-        all_on_cpu = len(plans) > 1 and all(part.step == "cpu" for part in plans[0].placements)
-        if all_on_cpu and not self._is_better(plans[1], plans[0]):
-            plans.pop()
-        for plan in plans:
-            for in_host in (True, False):
-                plan = self._share_steps_of(plan, offloaded_parts(self.model, plan, in_host=in_host))
-            self._keep_gradients_of(plan)
-
-    def _has_room_for_steps(self, plan: Plan) -> bool:
-        """Returns whether the GPU has memory for steps of offloaded parts."""
-        offloaded = [index for index, part in enumerate(plan.parts(self.model)) if part.offloaded]
-        stepped = step_on_gpu(self.model, plan, 1, offloaded) if offloaded else plan
-        more = resident_bytes(self.model, stepped)[0] - resident_bytes(self.model, plan)[0]
-        unused = self.hardware.gpu_bytes - self.consider(plan).gpu_peak_bytes
-        return steps_on_gpu_fit(self.model, plan) and (unused < 0 or more <= unused)
-
-    def _is_better(self, plan: Plan, other: Plan) -> bool:
-        return _score(self.consider(plan), self.hardware) < _score(self.consider(other), self.hardware)
-
-    def _with_room_for_steps(self, point: SearchPoint, unused: tuple[int, int]) -> Plan:
-        """Returns the plan of `point` for less GPU memory: the rest is for optimizer steps on the GPU.
-
-        `unused` are the GPU and host bytes that the plan of `point` does not use.
-        """
-        margin = int(MARGIN * self.hardware.gpu_bytes)
-        plan, missing = self.plan(point), DEVICE_STEP_BYTES - unused[0]
-        point = replace(point, host_bytes=point.host_bytes + unused[1])
-        for _ in range(MAX_TRIES):
-            if missing <= 0:
-                break
-            _, _, left = self._keep(point)
-            point = self._with_memory(point, point.gpu_bytes - left - missing, point.host_bytes)
-            plan = self.plan(point)
-            missing = self.consider(plan).gpu_peak_bytes + margin + DEVICE_STEP_BYTES - self._gpu_bytes
-        return plan
-
-    def _share_steps_of(self, plan: Plan, among: Sequence[int]) -> Plan:
-        """Tries plans in which the GPU steps some of the parts `among`, by index, and returns the fastest one."""
-        if not among:
-            return plan
-        parts = plan.parts(self.model)
-        count = sum(parts[index].step == "gpu" for index in among)
-        # If an infinitely fast CPU would not shorten the step, as with slow drives, steps on the GPU do not, either.
-        without_cpu = simulate(self.model, replace(self.hardware, cpu_step_rate=INFINITE_STEP_RATE), plan)
-        if not count and self.consider(plan).step_seconds <= CLOSE_ENOUGH * without_cpu.step_seconds:
-            return plan
-        return self._best_count(plan, count, among, step_on_gpu)
-
-    def _keep_gradients_of(self, plan: Plan) -> Plan:
-        """Tries plans in which gradients wait on the GPU for some of its steps, and returns the fastest one."""
-        parts = plan.parts(self.model)
-        among = [index for index, part in enumerate(parts) if part.step == "gpu"]
-        count = sum(parts[index].gradients == "gpu" for index in among)
-        if not among:
-            return plan
-        half, every = (keep_gradients(self.model, plan, kept, among) for kept in (len(among) // 2, len(among)))
-        if self._is_better(every, plan) and not self._is_better(half, every):
-            return every
-        return self._best_count(plan, count, among, keep_gradients)
-
-    def _best_count(
-        self,
-        plan: Plan,
-        count: int,
-        among: Sequence[int],
-        change: Callable[[ModelProfile, Plan, int, Sequence[int]], Plan],
-    ) -> Plan:
-        """Returns the fastest plan in which `change` has changed a number of the parts `among`, searching from `count`
-        on.
-        """
-        best = self.consider(plan)
-        amount = 1 << (len(among) - 1).bit_length()
-        while amount:
-            # If the CPU bounds a step, it is no shorter with fewer changed parts, of which the CPU does more.
-            fewer = best.step_seconds > CLOSE_ENOUGH * best.busy_seconds["cpu"]
-            for other in (min(count + amount, len(among)), max(count - amount, 0) if fewer else count):
-                changed = change(self.model, plan, other, among)
-                found = self.consider(changed)
-                if _score(found, self.hardware) < _score(best, self.hardware):
-                    plan, count, best = changed, other, found
-                    break
-            else:
-                amount //= 2
-        return plan
 
     def _neighbours(
         self, point: SearchPoint, unused: tuple[int, int], amount: int, parts: int

@@ -246,7 +246,6 @@ class ModelProfile:
             GPU. None: weights, gradients and states are read once, and states written.
         placement_bytes: GPU bytes of all model states, by which `states="auto"` decides whether they are offloaded.
             None: weights, gradients and states as counted by the units.
-        ranks: processes that share offloaded model states. The CPU makes all steps of several.
         largest_tensor_bytes: bytes of the largest tensor that forward or backward allocates on the GPU. The allocator
             finds room for it only in one piece.
     """
@@ -266,11 +265,10 @@ class ModelProfile:
     shares_gradients: bool = False
     step_bytes: float | None = None
     placement_bytes: int | None = None
-    ranks: int = 1
     largest_tensor_bytes: int = 0
 
     def __post_init__(self) -> None:
-        for field in ("micro_batches", "samples", "tokens", "ranks"):
+        for field in ("micro_batches", "samples", "tokens"):
             check_positive(field, getattr(self, field))
         check_not_negative("between_seconds", self.between_seconds or 0.0)
         check_not_negative("between_offloaded", self.between_offloaded)

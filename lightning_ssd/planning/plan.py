@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,20 +12,7 @@ import yaml
 from lightning_ssd.planning.model import ModelProfile, UnitProfile
 from lightning_ssd.planning.validation import as_mapping, read_text, write_text
 from lightning_ssd.sizes import check_choice, format_bytes, parse_bytes, show_value
-from lightning_ssd.types import (
-    CHOICES,
-    CLIP_MODES,
-    GRADIENT_TIERS,
-    INPUT_CHOICES,
-    PROCESSORS,
-    TIERS,
-    Choice,
-    ClipMode,
-    GradientTier,
-    InputChoice,
-    Processor,
-    Tier,
-)
+from lightning_ssd.types import CHOICES, CLIP_MODES, INPUT_CHOICES, TIERS, Choice, ClipMode, InputChoice, Tier
 
 
 @dataclass(frozen=True)
@@ -35,33 +22,20 @@ class PartPlan:
     Attributes:
         weights: tier of the compute weights between uses; "gpu" if and only if `states` is.
         states: tier of master weights and optimizer states.
-        step: processor of the optimizer step if weights and states are in host memory or on SSDs. "gpu": they are
-            copied to the GPU in pieces, stepped there, and copied back; those on SSDs are read to host memory before,
-            and written afterwards. States on the GPU are stepped there in any case.
-        gradients: memory in which gradients wait for that step on the GPU. "host": they are offloaded as soon as
-            backward has computed them, and are copied to the GPU again; "gpu": they stay there. Sums of several
-            micro-batches are in host memory in any case.
     """
 
     weights: Tier
     states: Tier
-    step: Processor = "cpu"
-    gradients: GradientTier = "host"
 
     @property
     def offloaded(self) -> bool:
-        """Whether weights and states are not on the GPU, so that the plan may choose the processor of the step."""
+        """Whether weights and states are not on the GPU, so that the CPU makes the optimizer step."""
         return self.states != "gpu"
 
     @property
     def in_host(self) -> bool:
         """Whether weights and states are in host memory."""
         return self.weights == self.states == "host"
-
-    @property
-    def steps_on_cpu(self) -> bool:
-        """Whether the CPU makes the optimizer step."""
-        return self.offloaded and self.step == "cpu"
 
 
 @dataclass(frozen=True)
@@ -74,8 +48,6 @@ class UnitPlan:
         input: choice for the saved input, the inter-block activation: kept on the GPU, or swapped to host memory or
             SSDs.
         operators: choice for each operator's saved tensors, by its name: kept, swapped or recomputed.
-        step: processor of their optimizer steps.
-        gradients: memory in which their gradients wait for a step on the GPU.
         parts: placement of the other parts of the unit, by name.
         checkpoint: whether all saved tensors of the unit's forward but its input are dropped, and the forward is run
             again in backward (activation checkpointing). `input` and `operators` say "keep" then.
@@ -85,10 +57,8 @@ class UnitPlan:
     states: Tier
     input: InputChoice
     operators: Mapping[str, Choice]
-    step: Processor = "cpu"
     parts: Mapping[str, PartPlan] = field(default_factory=dict)
     checkpoint: bool = False
-    gradients: GradientTier = "host"
 
     @cached_property
     def keeps_all(self) -> bool:
@@ -98,7 +68,7 @@ class UnitPlan:
     @cached_property
     def placement(self) -> PartPlan:
         """The placement of the parts that `parts` does not name."""
-        return PartPlan(self.weights, self.states, self.step, self.gradients)
+        return PartPlan(self.weights, self.states)
 
     def of(self, part: str) -> PartPlan:
         """Returns the placement of a part."""
@@ -108,14 +78,7 @@ class UnitPlan:
         """Returns this plan with another placement of its parts."""
         ((of_most, _),) = Counter(parts).most_common(1)
         others = {name: part for name, part in zip(names, parts, strict=True) if part != of_most}
-        return replace(
-            self,
-            weights=of_most.weights,
-            states=of_most.states,
-            step=of_most.step,
-            gradients=of_most.gradients,
-            parts=others,
-        )
+        return replace(self, weights=of_most.weights, states=of_most.states, parts=others)
 
 
 @dataclass(frozen=True)
@@ -200,8 +163,6 @@ class Plan:
         check_choice("clip", self.clip, CLIP_MODES)
         if model.clip_norm and self.clip == "off":
             raise ValueError("`clip='off'`, but the model's gradients are clipped. Use 'deferred' or 'speculative'.")
-        if model.ranks > 1 and any(part.step == "gpu" for part in self.placements):
-            raise ValueError("the CPU steps the states that several devices share: remove `step: gpu` from the plan.")
         _check_names("units", list(self.units), [unit.name for unit in model.units])
         of_before: UnitPlan | None = None
         for profile in model.units:
@@ -234,10 +195,10 @@ class Plan:
             "staging_bytes": self.staging_bytes,
             "clip": self.clip,
             "units": {
-                name: _entries(unit.placement)
+                name: asdict(unit.placement)
                 | ({"checkpoint": True} if unit.checkpoint else {})
                 | {"input": unit.input, "operators": dict(unit.operators)}
-                | ({"parts": {part: _entries(one) for part, one in unit.parts.items()}} if unit.parts else {})
+                | ({"parts": {part: asdict(one) for part, one in unit.parts.items()}} if unit.parts else {})
                 for name, unit in self.units.items()
             },
         }
@@ -261,13 +222,8 @@ class Plan:
         units = {}
         for name, unit in as_mapping(fields["units"], "`units`").items():
             where = f"units.{name}"
-            given: dict[str, Any] = {
-                **_DEFAULT_ENTRIES,
-                "parts": {},
-                "checkpoint": False,
-                **as_mapping(unit, f"`{where}`"),
-            }
-            names = ("weights", "states", "input", "operators", "step", "gradients", "parts", "checkpoint")
+            given = {"parts": {}, "checkpoint": False, **as_mapping(unit, f"`{where}`")}
+            names = ("weights", "states", "input", "operators", "parts", "checkpoint")
             entry = _exact_fields(given, f"`{where}`", names)
             if not isinstance(entry["checkpoint"], bool):
                 raise ValueError(f"`{where}.checkpoint={show_value(entry['checkpoint'])}` must be true or false.")
@@ -277,19 +233,11 @@ class Plan:
                 check_choice(f"{where}.operators.{operator}", choice, CHOICES)
             parts = {}
             for part, content in as_mapping(entry["parts"], f"`{where}.parts`").items():
-                of_part = {**_DEFAULT_ENTRIES, **as_mapping(content, f"`{where}.parts.{part}`")}
-                _exact_fields(of_part, f"`{where}.parts.{part}`", ("weights", "states", "step", "gradients"))
+                of_part = _exact_fields(content, f"`{where}.parts.{part}`", ("weights", "states"))
                 parts[part] = _checked_placement(of_part, f"{where}.parts.{part}")
             whole = _checked_placement(entry, where)
             units[name] = UnitPlan(
-                whole.weights,
-                whole.states,
-                entry["input"],
-                dict(operators),
-                whole.step,
-                parts,
-                entry["checkpoint"],
-                whole.gradients,
+                whole.weights, whole.states, entry["input"], dict(operators), parts, entry["checkpoint"]
             )
         check_choice("clip", fields["clip"], CLIP_MODES)
         try:
@@ -337,10 +285,8 @@ class Plan:
                 if counts[choice]
             )
             detail = "checkpointed: its forward is run again in backward" if unit.checkpoint else detail
-            detail += f"; {_describe_step(unit.placement)}" if unit.step == "gpu" else ""
             for part, one in unit.parts.items():
-                stepped = f", {_describe_step(one)}" if one.step == "gpu" else ""
-                detail += f"; {part}: weights {one.weights}, states {one.states}{stepped}"
+                detail += f"; {part}: weights {one.weights}, states {one.states}"
             lines.append(f"{name:<24} {unit.weights:<8} {unit.states:<8} {unit.input:<6} {detail}")
         return "\n".join(lines)
 
@@ -365,26 +311,10 @@ def _check_checkpoint(where: str, unit: UnitPlan, before: UnitPlan | None, profi
         )
 
 
-_DEFAULT_ENTRIES: Mapping[str, Any] = {"step": "cpu", "gradients": "host"}
-"""Entries of a placement that a file may omit."""
-
-
-def _entries(part: PartPlan) -> dict[str, object]:
-    """Returns the entries of a placement in a file, without those of `_DEFAULT_ENTRIES`."""
-    entries = {"weights": part.weights, "states": part.states, "step": part.step, "gradients": part.gradients}
-    return {name: value for name, value in entries.items() if value != _DEFAULT_ENTRIES.get(name)}
-
-
-def _describe_step(part: PartPlan) -> str:
-    """Returns the words for a step on the GPU."""
-    return "stepped on the GPU" + (", where gradients stay" if part.gradients == "gpu" else "")
-
-
 def _checked_placement(entry: Mapping[str, Any], where: str) -> PartPlan:
-    choices = (("weights", TIERS), ("states", TIERS), ("step", PROCESSORS), ("gradients", GRADIENT_TIERS))
-    for name, values in choices:
-        check_choice(f"{where}.{name}", entry[name], values)
-    return PartPlan(entry["weights"], entry["states"], entry["step"], entry["gradients"])
+    for name in ("weights", "states"):
+        check_choice(f"{where}.{name}", entry[name], TIERS)
+    return PartPlan(entry["weights"], entry["states"])
 
 
 class _StrictLoader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no annotations
@@ -410,18 +340,6 @@ def _check_placement(where: str, part: PartPlan) -> None:
         raise ValueError(
             f"`{where}` has weights on `{part.weights}` and states on `{part.states}`. A unit, or a part of one, is on "
             "the GPU with both of them, or with neither: change one of the two."
-        )
-    check_choice(f"{where}.step", part.step, PROCESSORS)
-    check_choice(f"{where}.gradients", part.gradients, GRADIENT_TIERS)
-    if part.step == "gpu" and not part.offloaded:
-        raise ValueError(
-            f"`{where}` has `step: gpu` and states on `gpu`, which the GPU always steps: remove `step`, or place "
-            "weights and states on `host` or `ssd`."
-        )
-    if part.gradients == "gpu" and part.step != "gpu":
-        raise ValueError(
-            f"`{where}` has `gradients: gpu` without `step: gpu`. Gradients of states on the GPU stay there in any "
-            "case, and those that the CPU steps leave it: remove `gradients`, or set `step: gpu`."
         )
 
 

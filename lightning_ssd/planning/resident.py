@@ -9,9 +9,6 @@ from lightning_ssd.types import TIERS, Tier
 
 STATES = ("compute weights", "optimizer states", "gradients")
 
-DEVICE_STEP_BYTES = 2**29
-"""GPU bytes of the pieces of states that are copied to the GPU, stepped there, and copied back."""
-
 JOBS_AHEAD = 3
 """Optimizer jobs that have staging memory at once: one reads, one steps, one writes."""
 
@@ -42,14 +39,12 @@ def resident_bytes(model: ModelProfile, plan: Plan) -> tuple[int, int, int]:
     """Returns permanently allocated bytes (GPU, host, SSD): weights, states, gradients, memory of optimizer jobs."""
     kinds = resident_by_kind(model, plan).values()
     gpu, host, ssd = (sum(kind[tier] for kind in kinds) for tier in TIERS)
-    parts = plan.parts(model)
     job_bytes = [
         profile.state_bytes_read + (profile.weight_bytes if part.weights == "ssd" else 0)
-        for (_, profile), part in zip(model.parts, parts, strict=True)
+        for (_, profile), part in zip(model.parts, plan.parts(model), strict=True)
         if part.states == "ssd"
     ]
     gpu += param_budget(model, plan)
-    gpu += DEVICE_STEP_BYTES if any(part.step == "gpu" for part in parts) else 0
     return gpu, host + sum(sorted(job_bytes, reverse=True)[:JOBS_AHEAD]), ssd
 
 
@@ -62,27 +57,12 @@ def streamed_weights(model: ModelProfile, plan: Plan) -> list[tuple[int, int]]:
     return sorted(nbytes.items())
 
 
-def steps_on_gpu_fit(model: ModelProfile, plan: Plan) -> bool:
-    """Returns whether the GPU can step offloaded parts: the pieces take a part of the budget of streamed parameters.
-
-    The runtime makes such steps only if three of the largest units still fit into the rest, and for one rank only.
-    """
-    if model.ranks > 1:
-        return False
-    if model.param_budget_bytes is None:
-        return True
-    largest = max((nbytes for _, nbytes in streamed_weights(model, plan)), default=0)
-    return model.param_budget_bytes - DEVICE_STEP_BYTES >= 3 * largest
-
-
 def param_budget(model: ModelProfile, plan: Plan) -> int:
     """Returns the GPU bytes reserved for streamed parameters: at least the largest unit, at most all of them."""
     sizes = [nbytes for _, nbytes in streamed_weights(model, plan)]
     if model.param_budget_bytes is None or not sizes:
         return 0
-    steps = any(part.step == "gpu" for part in plan.placements)
-    budget = model.param_budget_bytes - DEVICE_STEP_BYTES * steps
-    return min(max(budget, *sizes), sum(sizes))
+    return min(max(model.param_budget_bytes, *sizes), sum(sizes))
 
 
 def kept_weights(model: ModelProfile, plan: Plan) -> set[int]:

@@ -1,6 +1,6 @@
 """Helpers of all planners: groups of saved tensors, and the plan made from a choice for each group."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -127,58 +127,9 @@ class FixedPlacement:
 
     def apply(self, model: ModelProfile, plan: Plan) -> Plan:
         """Returns the plan with this placement of model states, and clip mode, in place of its own."""
-        parts = []
-        for part, weights, states in zip(plan.parts(model), self.weights, self.states, strict=True):
-            placed = replace(part, weights=weights, states=states)
-            parts.append(placed if placed.offloaded else PartPlan(weights, states))
+        parts = list(map(PartPlan, self.weights, self.states))
         staging = plan.staging_bytes if self.staging_bytes is None else self.staging_bytes
         return replace(plan.clipped(self.clip).placed(model, parts), staging_bytes=staging)
-
-
-def offloaded_parts(model: ModelProfile, plan: Plan, *, in_host: bool) -> list[int]:
-    """Returns indices in `model.parts` of offloaded parts: those entirely in host memory, or else the other ones."""
-    parts = enumerate(plan.parts(model))
-    return [index for index, part in parts if part.offloaded and part.in_host == in_host]
-
-
-def step_on_gpu(model: ModelProfile, plan: Plan, count: int, among: Sequence[int]) -> Plan:
-    """Returns the plan in which the GPU makes the steps of `count` of the parts `among`, evenly spread.
-
-    The CPU steps the other parts `among` at the same time. Parts that are not `among` keep their processors. Gradients
-    of parts `among` leave the GPU.
-
-    Args:
-        model: the profile.
-        plan: the plan.
-        count: number of the parts.
-        among: offloaded parts, by index in `model.parts`.
-    """
-    parts = plan.parts(model)
-    for index, chosen in _spread(count, among):
-        parts[index] = replace(parts[index], step="gpu" if chosen else "cpu", gradients="host")
-    return plan.placed(model, parts)
-
-
-def keep_gradients(model: ModelProfile, plan: Plan, count: int, among: Sequence[int]) -> Plan:
-    """Returns the plan in which gradients of `count` of the parts `among`, evenly spread, stay on the GPU.
-
-    Args:
-        model: the profile.
-        plan: the plan.
-        count: number of the parts.
-        among: parts that the GPU steps, by index in `model.parts`. Gradients of the other ones of them leave the GPU.
-    """
-    parts = plan.parts(model)
-    for index, chosen in _spread(count, among):
-        parts[index] = replace(parts[index], gradients="gpu" if chosen else "host")
-    return plan.placed(model, parts)
-
-
-def _spread(count: int, among: Sequence[int]) -> Iterator[tuple[int, bool]]:
-    """Yields each of `among`, and whether it is one of `count` that are evenly spread."""
-    total = len(among)
-    for number, index in enumerate(among):
-        yield index, (number + 1) * count // total > number * count // total
 
 
 def default_plan(

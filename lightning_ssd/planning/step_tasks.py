@@ -20,7 +20,7 @@ from lightning_ssd.planning.event_simulation import (
     Task,
 )
 from lightning_ssd.planning.hardware import HardwareProfile
-from lightning_ssd.planning.model import FP32_BYTES, ModelProfile, PartProfile
+from lightning_ssd.planning.model import ModelProfile, PartProfile
 from lightning_ssd.planning.plan import PartPlan, Plan
 from lightning_ssd.planning.resident import JOBS_AHEAD, kept_weights
 from lightning_ssd.planning.stages import Stage, cut_stages
@@ -79,14 +79,6 @@ class StepTasks:
         self._kept_gradients = [
             sum(profile.gradient_bytes for profile, part in parts if part.states == "gpu") for parts in self.units
         ]
-        # Sums of several micro-batches are in host memory.
-        self._waiting_gradients = [
-            sum(profile.gradient_bytes for profile, part in parts if part.gradients == "gpu")
-            if model.micro_batches == 1
-            else 0
-            for parts in self.units
-        ]
-        """By unit, the bytes of the gradients that wait on the GPU for a step of offloaded states there."""
         self._forwarded = _forwarded(self.stages, plan.window_bytes, hardware.copy_out)
         self._staged = _staged(self.stages, 2 * plan.staging_bytes, hardware.ssd_write)
         self._updated: list[list[Task]] = [[] for _ in self.units]
@@ -265,8 +257,7 @@ class StepTasks:
             prefetched.host = (0, freed)
             prefetched.ssd = -deleted
             self._incoming.free_after(copied, before)
-        waiting = self._waiting_gradients[unit]
-        gradient = self.model.units[unit].gradient_bytes - self._kept_gradients[unit] - waiting
+        gradient = self.model.units[unit].gradient_bytes - self._kept_gradients[unit]
         room = self._outgoing.allocate(gradient) if gradient and stage.first else []
         seconds = stage.backward + stage.remat_seconds + self._shared(nbytes + (gradient if stage.first else 0))
         compute = self._add_compute(step, seconds, prefetched, *room)
@@ -274,7 +265,7 @@ class StepTasks:
         added += stage.rerun_launch + self._overhead.checkpoint * stage.num_rerun_saved
         self._add_launch(compute, BACKWARD_LAUNCH * stage.launch + added)
         released = self._allocated_bytes(self._weights[unit][0]) if stage.first else 0
-        allocated = stage.remat_bytes + stage.bwd_workspace + (gradient + waiting if stage.first else 0)
+        allocated = stage.remat_bytes + stage.bwd_workspace + (gradient if stage.first else 0)
         if first and index == len(self.stages) - 1:
             allocated -= sum(self._kept_gradients)
         if first and stage.first:
@@ -292,7 +283,7 @@ class StepTasks:
 
     def _share_in_halves(self) -> float:
         """Returns the largest share of units whose deferred steps, in two halves, do not delay the next backward."""
-        stepped = sum(profile.parameters for parts in self.units for profile, part in parts if part.steps_on_cpu)
+        stepped = sum(profile.parameters for parts in self.units for profile, part in parts if part.offloaded)
         second_halves = self._rest_later * stepped / self._cpu_step_rate
         backward = sum(stage.backward + stage.remat_seconds for stage in self.stages)
         # A step is as long as backward and the first halves, and no shorter than all halves.
@@ -319,9 +310,7 @@ class StepTasks:
             self._second_halves[index] = []
             for profile, part in self.units[index]:
                 if part.states != "gpu":
-                    # The GPU makes no speculative steps.
-                    waits = deferred or (part.step == "gpu" and self.plan.clip == "speculative")
-                    after = (gradients[index], scale_known if waits else None)
+                    after = (gradients[index], scale_known if deferred else None)
                     in_halves = index < num_in_halves and part.in_host
                     self._add_job(step, index, profile, part, after, before, backward_start, in_halves=in_halves)
                 elif resident_step is not None and resident_step not in self._updated[index]:
@@ -363,7 +352,7 @@ class StepTasks:
         *,
         in_halves: bool,
     ) -> None:
-        """Adds the optimizer job of a part that is not on the GPU, in two halves if `in_halves` and the CPU makes it.
+        """Adds the optimizer job of a part that is not on the GPU, in two halves if `in_halves`.
 
         It steps after the tasks `after`, and those of the unit in the step before (`before`); its states are prefetched
         after `backward_start`, the last task of the last forward.
@@ -375,43 +364,21 @@ class StepTasks:
         read = None
         if on_ssd and profile.state_bytes_read:
             room = self._jobs[-JOBS_AHEAD] if len(self._jobs) >= JOBS_AHEAD else None
-            begin = (backward_start, *before) if part.step == "cpu" else (*after, *before)
-            read = self._task(SSD, profile.state_bytes_read, step, room, *begin)
+            read = self._task(SSD, profile.state_bytes_read, step, room, backward_start, *before)
         # Among ready jobs, that of the first unit is the most urgent for the next forward.
         seconds = profile.parameters / self._cpu_step_rate
-        if part.step == "gpu":
-            waiting = part.gradients == "gpu" and self._waiting_gradients[index] > 0
-            done = self._add_device_step(step, profile, read, *after, gradient_waits=waiting)
-        elif in_halves:
+        if in_halves:
             first = self._task(CPU, self._weights_first * seconds, step, *after, priority=index)
             self._updated[index].append(first)
             last = 2 * len(self.units) - index
             self._second_halves[index].append(self._task(CPU, self._rest_later * seconds, step, first, priority=last))
             return
-        else:
-            done = self._task(CPU, seconds, step, read, *after, priority=index)
+        done = self._task(CPU, seconds, step, read, *after, priority=index)
         if written:
             done = self._task(SSD, written, step, done, write=True)
         if on_ssd:
             self._jobs.append(done)
         self._updated[index].append(done)
-
-    def _add_device_step(self, step: int, profile: PartProfile, *after: Task | None, gradient_waits: bool) -> Task:
-        """Adds a step on the GPU of states in host or staging memory; returns the copy at whose end they are back.
-
-        Compute weights that are their own master weights are copied to the GPU, too; all new weights are copied back. A
-        gradient that waits on the GPU is freed when the states are back.
-        """
-        own_masters = profile.weight_bytes >= FP32_BYTES * profile.parameters  # fp32 weights are master weights
-        weights = profile.weight_bytes if own_masters else 0
-        waiting = profile.gradient_bytes if gradient_waits else 0
-        there = profile.state_bytes_read + profile.gradient_bytes - waiting + weights
-        back = profile.state_bytes_written + profile.weight_bytes
-        copied = self._task(COPY_IN, there, step, *after)
-        moved = 2 * (there + back + waiting)  # copies use its memory, too
-        stored = self._task(COPY_OUT, back, step, self._task(COMPUTE, self._shared(moved), step, copied))
-        stored.gpu = (0, waiting)
-        return stored
 
 
 class BoundedFifo:

@@ -18,16 +18,8 @@ from lightning_ssd.planning.migration import (
 )
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.plan import Plan
-from lightning_ssd.planning.resident import steps_on_gpu_fit
-from lightning_ssd.planning.saved_groups import (
-    INPUT,
-    FixedPlacement,
-    build_plan,
-    keep_gradients,
-    offloaded_parts,
-    step_on_gpu,
-)
-from lightning_ssd.planning.simulator import Prediction, simulate
+from lightning_ssd.planning.saved_groups import INPUT, FixedPlacement, build_plan
+from lightning_ssd.planning.simulator import simulate
 from lightning_ssd.planning.teraio import plan_in_time
 from lightning_ssd.types import InputChoice, Tier
 
@@ -38,9 +30,8 @@ MAX_PLANS = 6
 def plan_units(model: ModelProfile, hardware: HardwareProfile, fixed: FixedPlacement | None = None) -> Plan:
     """Returns Teraio's plan: tensors with the best ratio of benefit and cost migrate, and nothing is recomputed.
 
-    A part of a unit is kept on the GPU unless its weights or states migrate. The CPU steps migrating parts, or, if the
-    step gets faster, the GPU, as in Teraio: those in host memory, or all. Gradients of the GPU's steps are offloaded,
-    or kept if they do not migrate and the step gets faster.
+    A part of a unit is kept on the GPU unless its weights or states migrate. The CPU steps migrating parts, unlike in
+    Teraio, and their gradients are offloaded.
 
     Args:
         model: profile of the model.
@@ -67,31 +58,13 @@ def rated_plan(
     plans: list[tuple[int, float, Plan]] = []
     steps = _StepLifetimes(planned, hardware, fixed)
     step, machine = steps.memory(), _machine(hardware, fixed)
-
-    def consider(plan: Plan) -> Prediction:
+    for tried in range(MAX_PLANS):
+        made = steps.plan(plan_in_time(step, machine))
+        plan = made if fixed is None else fixed.apply(model, made)
         found = simulate(model, hardware, plan)
         plans.append((found.excess_bytes(hardware), found.step_seconds, plan))
-        return found
-
-    for tried in range(MAX_PLANS):
-        before = len(plans)
-        migrations = plan_in_time(step, machine)
-        made = steps.plan(migrations)
-        plan = made if fixed is None else fixed.apply(model, made)
-        found = consider(plan)
-        migrating = steps.units_of(migrations, "gradient")
-        if model.micro_batches == 1 and steps_on_gpu_fit(model, plan):  # sums of gradients are on the CPU
-            for in_host in (True, False):
-                among = offloaded_parts(model, plan, in_host=in_host)
-                if among:
-                    plan = step_on_gpu(model, plan, len(among), among)
-                    consider(plan)
-                    staying = [index for index in among if model.parts[index][0] not in migrating]
-                    if staying:
-                        consider(keep_gradients(model, plan, len(staying), staying))
         less = 2**tried * (found.gpu_peak_bytes - hardware.gpu_bytes)
-        fastest = min(seconds for _, seconds, _ in plans[before:])
-        if not 0 < less < machine.gpu_bytes or fastest > most_seconds:
+        if not 0 < less < machine.gpu_bytes or found.step_seconds > most_seconds:
             break
         machine = replace(machine, gpu_bytes=machine.gpu_bytes - less)
     return min(plans, key=itemgetter(0, 1))
@@ -165,11 +138,6 @@ class _StepLifetimes:
             for position in (INPUT, *range(len(unit.operators))):
                 saved[index, position] = tiers.get(("saved tensor", index, position), "keep")
         return build_plan(self._model, weights=weights, states=states, saved=saved)
-
-    def units_of(self, migrations: Sequence[Migration], kind: str) -> set[int]:
-        """Returns the indices of the units of which a tensor of the class `kind` migrates."""
-        keys = (self.keys[migration.tensor] for migration in migrations)
-        return {unit for of_tensor, unit, _ in keys if of_tensor == kind}
 
     def _add_unit(
         self,

@@ -439,7 +439,6 @@ class Profiler(Uncopied):
             param_budget_bytes=None if self._states is None else self._states.nbytes.device,
             synchronizes=2 * self._num_ahead <= self._num_steps,
             shares_gradients=self._states is not None and self._states.shares_gradients,
-            ranks=1 if self._states is None else self._states.num_ranks,
             largest_tensor_bytes=self.graph.transients.largest,
         )
 

@@ -116,17 +116,6 @@ class PinnedPool:
                 buffer = self._allocate(nbytes, need)
             return buffer
 
-    def pin(self) -> None:
-        """Page-locks the memory for the GPU, also that of buffers in use, and of slabs that are allocated later.
-
-        Raises:
-            StorageError: it can't be page-locked.
-        """
-        with self._lock:
-            for slab in self._slabs:
-                slab.memory.pin()
-            self._pin = True
-
     def reset_peak(self) -> None:
         """Begins a new peak of used bytes."""
         with self._lock:

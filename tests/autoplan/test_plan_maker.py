@@ -47,10 +47,10 @@ def test_where_no_plan_fits_a_faster_one_of_about_the_same_excess_is_better(
 def test_states_are_not_moved_to_a_device_without_room_for_saved_tensors(
     monkeypatch: pytest.MonkeyPatch, gpu_bytes: int, largest: int, searches: int, moved: bool
 ) -> None:
-    """No plan is searched for. If all room is the largest tensor's, one that takes it is searched for, and slower."""
+    """No plan is searched for. If all room is the largest tensor's, one that takes it is searched for, and saves too little."""
     model = make_model(24, saved=GB, inputs=GB // 10, parameters=GB // 20, forward=0.003)
     model = replace(model, largest_tensor_bytes=largest)
-    machine = replace(H100, gpu_bytes=gpu_bytes, cpu_step_rate=1e9)
+    machine = replace(H100, gpu_bytes=gpu_bytes, cpu_step_rate=2e9)
     fixed = FixedPlacement(("host",) * 24, ("host",) * 24)
     present = make_plan(model, machine, fixed=fixed)
     runner: Any = SimpleNamespace(profile=model, hardware=machine, placement=fixed)
@@ -97,13 +97,13 @@ def test_the_plan_for_which_states_were_moved_is_applied_without_another_search_
 
 
 def test_states_move_where_that_is_fastest_in_the_clip_mode_of_the_training() -> None:
-    """A plan that is searched for in the other mode is slower than the present one in this mode."""
-    model = make_model(24, saved=GB, inputs=GB // 10, parameters=GB // 20, forward=0.003, clip_norm=True)
-    machine = replace(H100, gpu_bytes=32 * GB, cpu_step_rate=4e9)
+    """A plan that is searched for in the other mode saves less than a tenth of a step in this mode."""
+    model = make_model(24, saved=GB, inputs=GB // 10, parameters=GB // 20, forward=0.004, clip_norm=True)
+    machine = replace(H100, gpu_bytes=32 * GB, cpu_step_rate=4.5e9)
     fixed = FixedPlacement(("host",) * 24, ("host",) * 24, clip="deferred")
     present, other = make_plan(model, machine, fixed=fixed), make_plan(model, machine).clipped(fixed.clip)
     runner: Any = SimpleNamespace(profile=model, hardware=machine, placement=fixed)
     elsewhere = PlanMaker(PlanOptions(), machine, torch.device("cpu")).make_elsewhere(runner, present)
     assert elsewhere is not None and elsewhere.clip == "deferred"
     faster, slower = (simulate(model, machine, plan).step_seconds for plan in (elsewhere, other))
-    assert faster < 0.9 * simulate(model, machine, present).step_seconds < 0.9 * slower
+    assert faster < 0.9 * simulate(model, machine, present).step_seconds < slower

@@ -4,7 +4,6 @@ import csv
 import itertools
 import logging
 import random
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,10 +23,8 @@ from lightning_ssd.activations.ssd import SSDTier
 from lightning_ssd.autoplan import plan_maker, plan_report, plan_runner
 from lightning_ssd.device import clock
 from lightning_ssd.model_states import find_units
-from lightning_ssd.model_states.gradients.waiting_gradient import WaitingGradient
 from lightning_ssd.model_states.optimizers import step_work
 from lightning_ssd.model_states.steps import step
-from lightning_ssd.model_states.steps.device_stepper import DeviceStepper
 from lightning_ssd.model_states.units import units
 from lightning_ssd.planning import (
     HardwareProfile,
@@ -43,9 +40,10 @@ from lightning_ssd.planning import (
 from lightning_ssd.profiling import profiler
 from tests.support.compare import assert_same
 from tests.support.models import Model
+from tests.support.moves import TIERS
 from tests.support.parity import SharedStorages, TinyGPT, train
 from tests.support.plans import BOTH, MACHINE, Watch, draw, pinned, planner, quiet_trainer
-from tests.support.products import combinations, thorough
+from tests.support.products import thorough
 from tests.support.states import train as train_states
 
 pytestmark = pytest.mark.timeout(120)
@@ -834,70 +832,17 @@ def test_a_users_plan_places_model_states(tmp_path: Path) -> None:
         )
 
 
-@combinations("states, seed", ["host", "ssd"], range(3), quick=[("host", 0)])
-def test_plans_choose_the_processor_of_each_units_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: Any, seed: int
-) -> None:
-    """Random units in one tier are stepped on the device, from the plan's first step on, bit for bit as others."""
-    monkeypatch.setattr(DeviceStepper, "PIECE_BYTES", 2**15)
-    stepped: list[str] = []
-    submit = DeviceStepper.submit
-
-    def noted(stepper: DeviceStepper, step: Any, *, priority: int) -> Any:
-        stepped.append(step.store.flat.name)
-        return submit(stepper, step, priority=priority)
-
-    monkeypatch.setattr(DeviceStepper, "submit", noted)
-    how: dict[str, Any] = {"limit_val_batches": 0}
-    strategy: dict[str, Any] = {"states": states, "min_bytes": 1, "host_memory": "64MiB", "gpu_memory": "64MiB"}
-    first = planner()
-    plain = train_states(tmp_path, SSDOffloadStrategy(**strategy), Model(), callbacks=[first], **how)
-    assert_same(plain, train_states(tmp_path, "auto", Model(), **how))
-    assert first.cycle.plan is not None
-    stepped.clear()  # the first plan may have steps on the device, too, if the CPU was slow
-    drawn = draw(first.cycle.plan, first.cycle.runner.profile, seed)
-    generator = random.Random(seed)
-    units: dict[str, Any] = {
-        name: replace(unit, step=generator.choice(["cpu", "gpu"]) if unit.of("").offloaded else "cpu")
-        for name, unit in drawn.units.items()
-    }
-    second = pinned(replace(drawn, units=units))
-    actual = train_states(tmp_path, SSDOffloadStrategy(**strategy), Model(), callbacks=[second], **how)
-    assert_same(actual, plain)
-    assert second.cycle.plan is not None and second.cycle.plan.units == units
-    chosen = {name for name, unit in units.items() if unit.step == "gpu"} - {"embed (2)"}  # a second call of "embed"
-    assert set(stepped) == chosen and len(set(Counter(stepped).values())) == 1
-
-
 @pytest.mark.parametrize("seed", [0, *(thorough(seed) for seed in range(1, 4))])
-def test_a_plan_file_places_parts_of_units_and_chooses_their_processors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
-    """Parts of one unit are in tiers of their own from the start, and stepped as the file says, bit for bit.
-
-    Their gradients stay on the GPU, or are offloaded, as it says.
-    """
+def test_a_plan_file_places_parts_of_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Parts of one unit are in tiers of their own from the start, with the same numbers."""
     monkeypatch.setattr(units, "PART_ELEMENTS", 512)
-    monkeypatch.setattr(DeviceStepper, "PIECE_BYTES", 2**15)
-    stepped: dict[str, set[bool]] = {}
-    submit = DeviceStepper.submit
-
-    def noted(stepper: DeviceStepper, step: Any, *, priority: int) -> Any:
-        for view in step.store.flat.param_views:
-            stepped.setdefault(view.name, set()).add(isinstance(step.gradient, WaitingGradient))
-        return submit(stepper, step, priority=priority)
-
-    monkeypatch.setattr(DeviceStepper, "submit", noted)
     how: dict[str, Any] = {"limit_val_batches": 0}
     common: dict[str, Any] = {"min_bytes": 1, "host_memory": "64MiB"}
     first = planner()
     plain = train_states(tmp_path, SSDOffloadStrategy(gpu_memory="1B", **common), Model(), callbacks=[first], **how)
     assert first.cycle.plan is not None
     generator = random.Random(seed)
-    tiers: list[Any] = [("host", "host"), ("host", "ssd"), ("ssd", "host"), ("ssd", "ssd")]
-    steps = [("cpu", "host"), ("gpu", "host"), ("gpu", "gpu")]
-    pairs: list[Any] = [("gpu", "gpu"), *((*pair, *step) for pair in tiers for step in steps)]
-    parts = [PartPlan(*generator.choice(pairs)) for _ in first.cycle.runner.profile.parts]
+    parts = [PartPlan(*generator.choice(TIERS)) for _ in first.cycle.runner.profile.parts]
     drawn = draw(first.cycle.plan, first.cycle.runner.profile, seed).placed(first.cycle.runner.profile, parts)
     assert any(unit.parts for unit in drawn.units.values())
     placed: dict[str, tuple[str, str]] = {}
@@ -920,8 +865,6 @@ def test_a_plan_file_places_parts_of_units_and_chooses_their_processors(
         for name, _ in part.parameters
     }
     assert placed == {name: (part.weights, part.states) for name, part in planned.items() if part.weights != "gpu"}
-    expected = {name: {part.gradients == "gpu"} for name, part in planned.items() if part.step == "gpu"}
-    assert stepped == expected and {True} in expected.values()
 
 
 @pytest.mark.quick_cases(2)

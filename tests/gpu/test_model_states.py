@@ -11,13 +11,9 @@ from torchmetrics import MeanMetric
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.model_states import build
-from lightning_ssd.model_states.optimizers.adam import any_kernel
-from lightning_ssd.model_states.optimizers.adam_cuda import cuda_kernel
-from lightning_ssd.model_states.steps.device_stepper import DeviceStep, DeviceStepper
 from lightning_ssd.model_states.stores.buffers import SSDBuffer
 from tests.support.compare import assert_same
 from tests.support.delays import DELAYS, SlowBackend, SlowCopies
-from tests.support.device_steps import Shared
 from tests.support.killed import FailAt, Failure, apart, fit, outcome, recovering
 from tests.support.killed import same as outcomes_are_the_same
 from tests.support.moves import Mover
@@ -91,49 +87,21 @@ def test_weights_that_kvikio_reads_to_the_device_are_the_same(precision: str, mo
     assert reads and all(reads)
 
 
-@pytest.mark.parametrize(
-    ("precision", "state_format"),
-    [("32-true", "fp32"), ("bf16-mixed", "fp32"), ("bf16-true", "fp32"), ("bf16-true", "split"), ("bf16-true", "bf16")],
-)
+@pytest.mark.parametrize("state_format", ["split", "bf16"])
 @pytest.mark.parametrize(("limit", "clip"), [(None, "auto"), (1.0, "deferred"), (1.0, "speculative")])
 @pytest.mark.parametrize("states", ["host", "ssd"])
-def test_steps_on_the_device_have_the_bits_of_the_cpu(
-    states: str, precision: str, state_format: Any, limit: float | None, clip: Any, monkeypatch: pytest.MonkeyPatch
+def test_formats_do_not_move_with_the_timing(
+    states: str, state_format: Any, limit: float | None, clip: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From step to step those of other units, with delays in every copy, read and write."""
-    how: dict[str, Any] = {"device": "cuda", "precision": precision, "clip": limit, "model": TinyGPT}
+    """With delays in every copy, read and write."""
+    how: dict[str, Any] = {"device": "cuda", "precision": "bf16-true", "clip": limit, "model": TinyGPT}
     how["recorded"] = False
     expected = train(streamed(overlap="none", clip="deferred", state_format=state_format), **how)
     monkeypatch.setattr(build, "make_copy_engine", SlowCopies)
     for seed in range(2):
         DELAYS.seed(seed)
-        with monkeypatch.context() as patch:
-            shared = Shared(patch, seed)
-            slow = streamed(states=states, clip=clip, state_format=state_format, backend=SlowBackend())
-            assert_same(expected, train(slow, **how))
-            assert shared.steps > 0
-
-
-def test_staging_memory_of_steps_on_the_device_is_page_locked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else each copy would block the thread that issues the most urgent ones."""
-    shared = Shared(monkeypatch, share=1.0)
-    submit = DeviceStepper.submit
-    locked: set[bool] = set()
-
-    def noted(stepper: DeviceStepper, step: DeviceStep, **named: Any) -> Any:
-        assert step.staged is not None
-        locked.update(array.is_pinned() for array in step.staged.by_key().values())
-        return submit(stepper, step, **named)
-
-    monkeypatch.setattr(DeviceStepper, "submit", noted)
-    train(streamed(states="ssd"), device="cuda", model=TinyGPT, recorded=False)
-    assert shared.steps > 0 and locked == {True}
-
-
-def test_the_kernel_of_the_device_is_found() -> None:
-    """Else the CPU makes all steps."""
-    kernel = any_kernel()
-    assert kernel is not None and cuda_kernel(torch.device("cuda", 0), kernel) is not None
+        slow = streamed(states=states, clip=clip, state_format=state_format, backend=SlowBackend())
+        assert_same(expected, train(slow, **how))
 
 
 @pytest.mark.parametrize("gpu_memory", ["150kB", "400kB"])
@@ -213,19 +181,6 @@ def test_a_failed_training_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             fit(recovering(tmp_path, backend=SlowBackend()), callbacks=[FailAt(batch)], **how)
     found = fit(recovering(tmp_path, backend=SlowBackend()), **how)
     assert min(found.losses) >= 22
-    assert outcomes_are_the_same(outcome(found), outcome(expected))
-
-
-def test_a_failed_training_with_steps_on_the_device_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """States are on SSDs; the GPU steps other units from step to step."""
-    how: dict[str, Any] = {"accelerator": "gpu", "devices": 1, "accumulate_grad_batches": 1, "val_check_interval": 1.0}
-    expected = fit(recovering(apart(tmp_path)), **how)
-    shared = Shared(monkeypatch)
-    for batch in (5, 12, 24):
-        with pytest.raises(Failure):
-            fit(recovering(tmp_path, backend=SlowBackend()), callbacks=[FailAt(batch)], **how)
-    found = fit(recovering(tmp_path, backend=SlowBackend()), **how)
-    assert min(found.losses) >= 22 and shared.steps > 0
     assert outcomes_are_the_same(outcome(found), outcome(expected))
 
 

@@ -126,6 +126,6 @@ def test_memory_equals_the_prediction(states: Any, tmp_path: Path) -> None:
         return
     # Not compared with "auto": both may be equal.
     runner = swaps.cycle.runner
-    # The compared plan may have steps on the GPU, which take memory, too; the plan in force may be a later one.
+    # That of the compared plan: the plan in force may be a later one.
     kept = simulate(runner.profile, runner.hardware, keep_all(swaps.cycle.comparison.plan))
     assert measured < 0.9 * kept.gpu_peak_bytes

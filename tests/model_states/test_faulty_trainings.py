@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from lightning_ssd.model_states.gradients.grad_scale import GradScaleDecision
 from lightning_ssd.storage import StorageError
 from tests.support import forks
-from tests.support.device_steps import Shared
 from tests.support.endings import Keep, equal, weights
 from tests.support.faults import FailingAtBackend
 from tests.support.faulty_trainings import WIDTH, Arm, CallCounter, Case, Net, run
@@ -144,16 +143,13 @@ def test_transfers_that_fail(tmp_path: Path, seed: int, number: int) -> None:
 
 
 @FEW_OR_MANY
-def test_transfers_of_steps_on_the_device_that_fail(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, number: int
-) -> None:
-    """The CPU steps other units; weights are read to device memory. A killed run resumes through host memory."""
-    shared = Shared(monkeypatch, seed, share=0.8)
+def test_transfers_that_fail_where_weights_are_read_to_device_memory(tmp_path: Path, seed: int, number: int) -> None:
+    """A killed run resumes through host memory."""
     chance, cases = (
         random.Random(seed),
         [dataclasses.replace(case, place="direct", overlap="optimized") for case in CASES if case.place == "ssd"],
     )
-    assert any([check_transfer(tmp_path, chance, cases) for _ in range(number)]) and shared.steps > 0
+    assert any([check_transfer(tmp_path, chance, cases) for _ in range(number)])
 
 
 def check_interrupt(root: Path, chance: random.Random, cases: Sequence[Case], of: str | None = None) -> bool:

@@ -24,7 +24,6 @@ from tests.support import trainings
 from tests.support.access import Toy, fit, loader
 from tests.support.compare import assert_same
 from tests.support.delays import SlowBackend
-from tests.support.device_steps import Shared
 from tests.support.late_device import LateEngines
 from tests.support.moves import PartMover
 from tests.support.plans import MACHINE, planner
@@ -173,7 +172,6 @@ TRAININGS = st.fixed_dictionaries(
         "clip": st.sampled_from([None, 0.05]),
         "accumulate": st.sampled_from([1, 2]),
         "overlap": st.sampled_from(["optimized", "none"]),
-        "on_device": st.booleans(),
         "precision": st.sampled_from(["32-true", "bf16-mixed"]),
     }
 )
@@ -221,13 +219,10 @@ def run(
         "accumulate_grad_batches": training["accumulate"],
         "precision": training["precision"],
     }
-    with pytest.MonkeyPatch.context() as patch:
-        if training["on_device"]:
-            Shared(patch)
-        try:
-            return fit(path, module, states, strategy=strategy, **arguments)  # type: ignore[no-any-return]
-        except RuntimeError as error:  # as autograd's, where user code changes what backward needs
-            return error
+    try:
+        return fit(path, module, states, strategy=strategy, **arguments)  # type: ignore[no-any-return]
+    except RuntimeError as error:  # as autograd's, where user code changes what backward needs
+        return error
 
 
 def check(path: Path, parts: list[Build], code: Any, training: Any, places: tuple[str, ...]) -> None:
@@ -384,13 +379,10 @@ def test_plans_of_random_models_and_machines_keep_the_numbers(tmp_path: Path) ->
 
 def check_parts(path: Path, parts: Any, training: Any, seed: int) -> PartMover:
     """Compares a training whose parts of units move to random tiers with plain Lightning's, with late transfers."""
-    training = training | {"on_device": False}
     plain = run(path, parts, [], training, None)
     random.seed(seed)
     mover = PartMover(seed)
     with pytest.MonkeyPatch.context() as patch:
-        if seed % 2:
-            Shared(patch, seed)
         patch.setattr(units, "PART_ELEMENTS", 32)
         patch.setattr(LateEngines, "made", [])
         patch.setattr(build, "make_copy_engine", LateEngines)

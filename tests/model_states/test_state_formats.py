@@ -14,7 +14,6 @@ from lightning_ssd.model_states.checkpoints.lazy import LazyTensor
 from lightning_ssd.model_states.optimizers import adam_c
 from lightning_ssd.profiling import machine
 from tests.support.compare import assert_same, same
-from tests.support.device_steps import Shared
 from tests.support.models import Model
 from tests.support.states import host, ssd, train
 
@@ -145,15 +144,6 @@ def test_other_optimizers_are_refused_at_start(
     strategy = SSDOffloadStrategy(states=states, min_bytes=1, state_format=state_format)
     with pytest.raises(ValueError, match=message):
         train(tmp_path, strategy, Model(make_optimizer))
-
-
-def test_the_cpu_makes_steps_in_8_bits_that_a_plan_gives_to_the_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = train(tmp_path, host(state_format="8bit"), Model(slow))
-    shared = Shared(monkeypatch)
-    assert_same(train(tmp_path, host(state_format="8bit"), Model(slow)), expected)
-    assert shared.steps == 0
 
 
 def test_options_that_change_to_unsupported_ones_are_refused(tmp_path: Path) -> None:

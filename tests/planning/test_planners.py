@@ -27,7 +27,7 @@ from lightning_ssd.planning import (
 )
 from lightning_ssd.planning.few_launches import checkpoint, checkpoint_all, free_tensors, free_units, keep_all
 from lightning_ssd.planning.holistic import CAUTION, PLAIN_GAIN, SAME_EXCESS, min_memory_plan
-from lightning_ssd.planning.resident import DEVICE_STEP_BYTES, resident_by_kind, resident_bytes
+from lightning_ssd.planning.resident import resident_by_kind
 from lightning_ssd.planning.saved_groups import build_plan, default_plan, saved_groups
 from lightning_ssd.types import Choice, ClipMode, InputChoice, Tier
 from tests.support.products import combinations
@@ -110,97 +110,6 @@ def test_gradients_that_are_clipped() -> None:
     model = make_model(8, clip_norm=True)
     for planner in PLANNERS:
         assert make_plan(model, H100, planner).clip in ("deferred", "speculative")
-
-
-def test_the_gpu_steps_units_in_host_memory_as_far_as_that_is_faster() -> None:
-    """The link is idle while a slow CPU steps; with a fast CPU, sums of micro-batches or ranks, the CPU steps all."""
-    model = make_model(8, forward=0.01, parameters=10**8)
-    fixed = FixedPlacement(("host",) * 8, ("host",) * 8)
-    slow = replace(H100, cpu_step_rate=1e8)
-    cpu = make_plan(model, H100, fixed=fixed)
-
-    def counts(model: ModelProfile, machine: HardwareProfile, planner: str) -> int:
-        plan = make_plan(model, machine, planner, fixed)
-        plan.check(model)
-        return sum(unit.step == "gpu" for unit in plan.units.values())
-
-    for planner in ("holistic", "teraio"):
-        assert counts(model, slow, planner) > 4
-        assert counts(model, replace(H100, cpu_step_rate=1e12), planner) == 0
-        assert counts(replace(model, micro_batches=2), slow, planner) == 0
-        assert counts(replace(model, ranks=2), slow, planner) == 0
-    shared = make_plan(model, slow, fixed=fixed)
-    with pytest.raises(ValueError, match="remove `step: gpu`"):
-        shared.check(replace(model, ranks=2))
-    assert simulate(model, slow, shared).step_seconds < 0.5 * simulate(model, slow, cpu).step_seconds
-
-
-@pytest.mark.parametrize("planner", ["holistic", "teraio"])
-def test_the_gpu_steps_nothing_where_its_pieces_leave_too_little_for_weights(planner: str) -> None:
-    """The runtime makes such steps if three units fit beside the pieces into the budget of streamed weights."""
-    model = make_model(8, forward=0.01, parameters=10**8)
-    fixed = FixedPlacement(("host",) * 8, ("host",) * 8)
-    slow = replace(H100, cpu_step_rate=1e8)
-    three = 3 * model.units[0].weight_bytes
-    for budget, steps in ((DEVICE_STEP_BYTES + three - 1, False), (DEVICE_STEP_BYTES + three, True)):
-        limited = replace(model, param_budget_bytes=budget)
-        plan = make_plan(limited, slow, planner, fixed)
-        assert any(unit.step == "gpu" for unit in plan.units.values()) == steps
-        assert resident_bytes(limited, plan)[0] <= budget
-
-
-def test_the_gpu_steps_units_on_ssds_as_far_as_that_is_faster() -> None:
-    """Drives are faster than the CPU. If they are slower than it, it steps all units: nothing would be gained."""
-    model = make_model(8, forward=0.01, parameters=10**8)
-    fixed = FixedPlacement(("ssd",) * 8, ("ssd",) * 8)
-    drives = replace(H100, ssd_read=40e9, ssd_write=40e9, ssd_mixed=40e9)
-    slow = replace(drives, cpu_step_rate=3e8)
-    for planner in ("holistic", "teraio"):
-        plan = make_plan(model, slow, planner, fixed)
-        plan.check(model)
-        units = plan.units.values()
-        assert sum(unit.step == "gpu" for unit in units) > 4
-        on_cpu = replace(
-            plan, units={name: replace(unit, step="cpu", gradients="host") for name, unit in plan.units.items()}
-        )
-        assert simulate(model, slow, plan).step_seconds < 0.7 * simulate(model, slow, on_cpu).step_seconds
-        for other, machine in ((replace(model, micro_batches=2), slow), (model, H100)):
-            assert {unit.step for unit in make_plan(other, machine, planner, fixed).units.values()} == {"cpu"}
-
-
-@pytest.mark.parametrize("clip_norm", [False, True])
-@pytest.mark.parametrize("planner", ["holistic", "teraio"])
-def test_gradients_stay_on_the_gpu_as_far_as_there_is_memory_for_them(planner: str, clip_norm: bool) -> None:
-    """They wait for steps there, which the link bounds. Not where the CPU steps, nor sums of micro-batches."""
-    model = make_model(8, forward=1e-3, parameters=10**8, clip_norm=clip_norm)
-    fixed = FixedPlacement(("host",) * 8, ("host",) * 8)
-    slow = replace(H100, cpu_step_rate=1e8)
-    staying: list[int] = []
-    for gpu_bytes in (1.2, 1.6, 2.0, 2.4):
-        machine = replace(slow, gpu_bytes=int(gpu_bytes * GB))
-        plan = make_plan(model, machine, planner, fixed)
-        plan.check(model)
-        staying.append(sum(unit.gradients == "gpu" for unit in plan.units.values()))
-        found = simulate(model, machine, plan)
-        gone = replace(plan, units={name: replace(unit, gradients="host") for name, unit in plan.units.items()})
-        assert found.excess_bytes(machine) == 0
-        assert found.step_seconds < (0.99 if staying[-1] else 1.001) * simulate(model, machine, gone).step_seconds
-    assert staying == sorted(staying) and staying[0] == 0 and staying[-1] == 8
-    for other, machine in ((model, replace(H100, cpu_step_rate=1e12)), (replace(model, micro_batches=2), slow)):
-        assert {unit.gradients for unit in make_plan(other, machine, planner, fixed).units.values()} == {"host"}
-
-
-@pytest.mark.parametrize(("saved", "gpu_bytes"), [(10, 14 * GB), (GB, 16 * GB)])
-def test_memory_is_left_for_steps_on_the_gpu(saved: int, gpu_bytes: int) -> None:
-    """Where they make the step shorter than further resident units, or kept tensors, do."""
-    model = make_model(16, forward=0.01, parameters=2 * 10**8, saved=saved)
-    machine = replace(H100, gpu_bytes=gpu_bytes)
-    found = simulate(model, machine, plan := make_plan(model, machine))
-    assert found.excess_bytes(machine) == 0
-    on_cpu = replace(
-        plan, units={name: replace(unit, step="cpu", gradients="host") for name, unit in plan.units.items()}
-    )
-    assert found.step_seconds < 0.9 * simulate(model, machine, on_cpu).step_seconds
 
 
 @pytest.mark.parametrize(("planner", "gpu_bytes"), [("holistic", 24 * GB), ("holistic", 44 * GB), ("teraio", 40 * GB)])
@@ -387,7 +296,7 @@ def test_the_rate_of_the_cpu_beside_copies(model: ModelProfile, machine: Hardwar
     plan = make_plan(model, machine)
     before = simulate(model, machine, plan)
     parts = zip(model.parts, plan.parts(model), strict=True)
-    stepped = sum(profile.parameters for (_, profile), part in parts if part.steps_on_cpu)
+    stepped = sum(profile.parameters for (_, profile), part in parts if part.offloaded)
     seconds = factor * before.busy_seconds["cpu"]
     if not stepped:
         assert calibrate_step_rate(model, machine, plan, 1e9, 1.0) == machine

@@ -18,7 +18,7 @@ from lightning_ssd.planning import (
     simulate,
 )
 from lightning_ssd.planning.event_simulation import COMPUTE, COPY_IN, COPY_OUT, CPU, SSD, URGENT, Task, run
-from lightning_ssd.planning.resident import DEVICE_STEP_BYTES, JOBS_AHEAD, resident_by_kind, resident_bytes
+from lightning_ssd.planning.resident import JOBS_AHEAD, resident_by_kind, resident_bytes
 from lightning_ssd.planning.simulator import REMAP_BANDWIDTH, simulate_every_micro_batch
 from lightning_ssd.planning.step_tasks import BoundedFifo, StepTasks
 from lightning_ssd.types import Choice
@@ -371,7 +371,7 @@ def resident_gpu_bytes(model: ModelProfile, plan: Plan) -> int:
         profile.weight_bytes + profile.state_bytes_read + max(profile.gradient_bytes, 4 * profile.parameters)
         for (_, profile), part in zip(model.parts, parts, strict=True)
         if part.states == "gpu"
-    ) + DEVICE_STEP_BYTES * any(part.step == "gpu" for part in parts)
+    )
 
 
 @settings(max_examples=50, deadline=None)
@@ -507,69 +507,6 @@ def test_parts_that_are_placed_as_their_unit(data: st.DataObject, machine: Hardw
         moved += unit.input_bytes * (placed.input != "keep")
         moved += sum(each.saved_bytes for each in unit.operators if placed.operators.get(each.name) in ("host", "ssd"))
     assert other.host_peak_bytes <= one.host_peak_bytes + moved + ROUNDED
-
-
-def test_a_unit_in_host_memory_that_the_gpu_steps_is_copied_there_and_back() -> None:
-    """The CPU steps nothing; of 16-bit weights the copies to the GPU are masters, moments and the gradient."""
-    model = make_model(4, parameters=10**9)
-    plan = plan_of(model, "host", "host", "keep", "keep")
-    on_gpu = replace(plan, units={name: replace(unit, step="gpu") for name, unit in plan.units.items()})
-    before, after = simulate(model, H100, plan), simulate(model, H100, on_gpu)
-    assert before.busy_seconds["cpu"] > 0 == after.busy_seconds["cpu"]
-    there, back = 12 + 2, 12 + 2
-    assert after.copied_bytes - before.copied_bytes == 4 * 10**9 * (there + back)
-    assert after.host_peak_bytes == before.host_peak_bytes
-    assert resident_bytes(model, on_gpu)[0] - resident_bytes(model, plan)[0] == DEVICE_STEP_BYTES
-
-
-@pytest.mark.parametrize(("weights", "states"), [("ssd", "ssd"), ("host", "ssd"), ("ssd", "host")])
-def test_a_unit_on_ssds_that_the_gpu_steps_is_read_and_written_as_for_the_cpu(weights: Any, states: Any) -> None:
-    """The same bytes at the drives and in host memory; the step no longer waits for a slow CPU."""
-    model = make_model(4, forward=1e-3, parameters=10**8)
-    plan = plan_of(model, weights, states, "keep", "keep")
-    on_gpu = replace(plan, units={name: replace(unit, step="gpu") for name, unit in plan.units.items()})
-    before, after = simulate(model, H100, plan), simulate(model, H100, on_gpu)
-    assert before.busy_seconds["cpu"] > 0 == after.busy_seconds["cpu"]
-    assert after.copied_bytes - before.copied_bytes == 4 * 10**8 * (14 + 14)
-    for name in ("host_peak_bytes", "ssd_peak_bytes", "ssd_read_bytes", "ssd_written_bytes"):
-        assert getattr(after, name) == getattr(before, name), name
-    slow = replace(H100, cpu_step_rate=1e8)
-    assert simulate(model, slow, plan).step_seconds > 1.3 * simulate(model, slow, on_gpu).step_seconds
-
-
-@pytest.mark.parametrize("clip", ["off", "deferred"])
-def test_gradients_that_wait_on_the_gpu_are_not_copied_and_have_memory_until_their_step(clip: Any) -> None:
-    """All of them at once if the steps wait for the norm; sums of micro-batches are in host memory in any case."""
-    model = make_model(4, forward=1e-3, parameters=10**9, clip_norm=clip == "deferred")
-    plan = replace(plan_of(model, "host", "host", "keep", "keep"), clip=clip)
-    leave = replace(plan, units={name: replace(unit, step="gpu") for name, unit in plan.units.items()})
-    wait = replace(leave, units={name: replace(unit, gradients="gpu") for name, unit in leave.units.items()})
-    before, after = simulate(model, H100, leave), simulate(model, H100, wait)
-    gradients = 2 * 10**9
-    assert before.copied_bytes - after.copied_bytes == 4 * 2 * gradients  # they leave, and return
-    assert after.step_seconds < 0.95 * before.step_seconds
-    least = resident_bytes(model, wait)[0] + (4 if clip == "deferred" else 2) * gradients
-    assert after.gpu_peak_bytes >= max(least, before.gpu_peak_bytes + gradients)
-    memory = memory_of(model, H100, wait)
-    assert memory[-1][0] <= resident_bytes(model, wait)[0]  # nothing is left from step to step
-    sums = replace(model, micro_batches=2)
-    assert simulate(sums, H100, wait).copied_bytes == simulate(sums, H100, leave).copied_bytes
-
-
-@pytest.mark.parametrize("clip", ["deferred", "speculative"])
-def test_the_gpu_steps_when_the_norm_is_known(clip: Any) -> None:
-    """Also under a plan by which the CPU speculates."""
-    model = make_model(4, forward=1e-3, parameters=10**8, clip_norm=True)
-    plan = replace(plan_of(model, "host", "host", "keep", "keep"), clip=clip)
-    on_gpu = replace(plan, units={name: replace(unit, step="gpu") for name, unit in plan.units.items()})
-    steps = StepTasks(model, H100, on_gpu)
-    for step in range(2):
-        steps.add_step(step)
-    run(steps.tasks, H100)
-    first = [task for task in steps.tasks if task.step == 0]
-    backward = max(task.end for task in first if task.resource == COMPUTE and task.amount > 2e-3)
-    states = [task for task in first if task.resource == COPY_IN and task.amount == 14 * 10**8]
-    assert len(states) == 4 and all(task.begin >= backward for task in states)
 
 
 def test_transient_memory_counts_only_in_its_interval() -> None:

@@ -20,7 +20,6 @@ from lightning_ssd.model_states.journal.plain_data import DamagedError, from_byt
 from lightning_ssd.recipes.data.loader import ResumableDataLoader
 from lightning_ssd.storage import StorageError
 from tests.support import forks
-from tests.support.device_steps import Shared
 from tests.support.direct import DirectBackend
 from tests.support.faults import FaultyBackend
 from tests.support.killed import KEPT, FailAt, Failure, Model, apart, fit, outcome, recovering, same
@@ -38,12 +37,12 @@ def fit_with_failures(path: Path, batches: tuple[int, ...] = (5, 24), **argument
 
 
 @pytest.mark.parametrize(
-    ("kills", "processor"),
-    [(1, "cpu"), *(pytest.param(8, name, marks=pytest.mark.thorough) for name in ("cpu", "gpu", "direct"))],
+    ("kills", "reads"),
+    [(1, "staged"), *(pytest.param(8, name, marks=pytest.mark.thorough) for name in ("staged", "direct"))],
 )
-def test_killed_at_many_moments(tmp_path: Path, kills: int, processor: str) -> None:
+def test_killed_at_many_moments(tmp_path: Path, kills: int, reads: str) -> None:
     """Killed by SIGKILL, at any time and within a write: the result equals an uninterrupted training, bit for bit."""
-    run = forks.run(["-m", "tests.support.killed", tmp_path, str(kills), processor], timeout=600)
+    run = forks.run(["-m", "tests.support.killed", tmp_path, str(kills), reads], timeout=600)
     assert run.returncode == 0, run.stderr[-2000:]
     assert f"{kills} kills" in run.stdout
     assert "resuming after step" in run.stderr
@@ -86,17 +85,11 @@ def test_failed_in_every_mode(tmp_path: Path, arguments: dict[str, Any]) -> None
     assert_nothing_is_left(tmp_path)
 
 
-@pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("direct", [False, True])
-def test_steps_on_the_device_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool) -> None:
-    """Those of other units from step to step; also where the backend reads weights to device buffers."""
+def test_failed_where_the_backend_reads_weights_to_device_buffers(tmp_path: Path) -> None:
     arguments: dict[str, Any] = dict(accumulate_grad_batches=1, val_check_interval=1.0)
     expected = fit(SSDOffloadStrategy(tmp_path, states="gpu", offload="none"), **arguments)
-    shared = Shared(monkeypatch)
-    if direct:
-        arguments["strategy"] = dict(backend=DirectBackend(), checksum=False)
-    assert same(outcome(fit_with_failures(tmp_path, **arguments)), outcome(expected))
-    assert shared.steps > 0
+    direct = dict(backend=DirectBackend(), checksum=False)
+    assert same(outcome(fit_with_failures(tmp_path, strategy=direct, **arguments)), outcome(expected))
     assert_nothing_is_left(tmp_path)
 
 

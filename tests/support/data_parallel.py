@@ -238,7 +238,7 @@ def evaluation(root: Path, strategy: Any) -> Outcome:
 def planned(root: Path) -> None:
     """Each process profiles and plans; then each follows another plan, with the same numbers.
 
-    Model states are on the devices first, and then in host memory, where no plan places steps on the device.
+    Model states are on the devices first, and then in host memory.
     """
 
     def train(strategy: Any, *callbacks: pl.Callback) -> Any:
@@ -254,7 +254,6 @@ def planned(root: Path) -> None:
         assert_same(train(SSDOffloadStrategy(**arguments), first), plain)
         assert first.cycle is not None and first.cycle.plan is not None and (root / f"{states}.yaml").exists()
         profile = first.cycle.runner.profile
-        assert profile.ranks == (2 if states == "host" else 1)
         for seed in (0, 2):
             watch = PlanWatch()
             drawn = draw(first.cycle.plan, profile, seed + torch.distributed.get_rank(), recompute=0.7)

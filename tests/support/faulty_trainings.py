@@ -43,7 +43,7 @@ class Case:
 
     Attributes:
         place: tiers of the states; "both": a part of them is in host memory, and the rest on SSDs. "direct": on SSDs,
-            without checksums, so that a backend that takes device buffers is used for steps on the device.
+            without checksums, so that a backend that takes device buffers reads weights to them.
         clip: the strategy's.
         optimizers: 1, or 2 by hand, each of which steps half of the model.
         accumulate: micro-batches of a step.

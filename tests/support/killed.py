@@ -1,11 +1,10 @@
 """Trainings with `recover=True` that are killed, again and again, and run again: for test_recovery.py.
 
-    python -m tests.support.killed PATH KILLS PROCESSOR
+    python -m tests.support.killed PATH KILLS READS
 
 Kills KILLS trainings, at random moments, in new processes of one that has imported everything. Each that ends must
-have the losses and weights of one that was not killed; the exit status tells whether all had. With PROCESSOR "gpu", the
-device makes a random part of the optimizer steps, and gradients are not accumulated, for which the CPU steps. With
-"direct", the backend takes device buffers, too.
+have the losses and weights of one that was not killed; the exit status tells whether all had. With READS "direct", the
+backend reads weights to device buffers; with "staged", all values are read to staging memory.
 """
 
 import os
@@ -18,14 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.storage import PosixBackend
-from tests.support.device_steps import Shared
 from tests.support.faults import FaultyBackend, Move, Operation
 from tests.support.measurements import measure_few_bytes
 from tests.support.trainings import make_trainer
@@ -119,7 +116,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return weights and bool(both) and all(one["losses"][batch] == other["losses"][batch] for batch in both)
 
 
-def _run(path: Path, arguments: dict[str, Any], dies_at: int, dies_after: float | None, *, direct: bool) -> bool:
+def _run(path: Path, dies_at: int, dies_after: float | None, *, direct: bool) -> bool:
     """Trains in a new process, which may be killed; returns whether the training ended."""
     process = os.fork()
     if process == 0:
@@ -127,7 +124,7 @@ def _run(path: Path, arguments: dict[str, Any], dies_at: int, dies_after: float 
         try:
             torch.set_num_threads(1)
             strategy = recovering(path, backend=DyingBackend(dies_at, direct=direct), checksum=not direct)
-            torch.save(outcome(fit(strategy, **arguments)), path / "outcome")
+            torch.save(outcome(fit(strategy)), path / "outcome")
             status = 0
         finally:
             os._exit(status)
@@ -139,31 +136,26 @@ def _run(path: Path, arguments: dict[str, Any], dies_at: int, dies_after: float 
     return os.WIFEXITED(status)
 
 
-def main(path: Path, kills: int, processor: str) -> None:
+def main(path: Path, kills: int, reads: str) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
-    arguments: dict[str, Any] = {}
-    run = partial(_run, path, direct=processor == "direct")
-    if processor != "cpu":
-        patch = pytest.MonkeyPatch()
-        Shared(patch)
-        arguments = {"accumulate_grad_batches": 1, "max_epochs": 2}
+    run = partial(_run, path, direct=reads == "direct")
     begin = time.perf_counter()
-    assert run(arguments, dies_at=0, dies_after=None)
+    assert run(dies_at=0, dies_after=None)
     whole = time.perf_counter() - begin
     expected = torch.load(path / "outcome")
     random.seed(1)
     killed = ended = 0
     while killed < kills:
         if random.random() < 0.5:
-            done = run(arguments, dies_at=random.randint(1, 120), dies_after=None)
+            done = run(dies_at=random.randint(1, 120), dies_after=None)
         else:
-            done = run(arguments, dies_at=0, dies_after=random.uniform(0, 0.8 * whole))
+            done = run(dies_at=0, dies_after=random.uniform(0, 0.8 * whole))
         killed += not done
         if done:
             ended += 1
             if not same(torch.load(path / "outcome"), expected):
                 sys.exit(f"after {killed} kills, the numbers of training {ended} are others")
-    while not run(arguments, dies_at=0, dies_after=None):
+    while not run(dies_at=0, dies_after=None):
         pass
     if not same(torch.load(path / "outcome"), expected):
         sys.exit("the numbers of the last training are others")

@@ -205,9 +205,7 @@ def plans(draw: st.DrawFn, model: ModelProfile | None = None) -> Plan:
             for unit in model.units
         }
     tiers = [("gpu", "gpu"), ("host", "host"), ("host", "ssd"), ("ssd", "host"), ("ssd", "ssd")]
-    kinds = [PartPlan(*pair) for pair in tiers]  # type: ignore[arg-type]
-    kinds += [PartPlan(*pair, "gpu", where) for pair in tiers[1:] for where in ("host", "gpu")]  # type: ignore[arg-type]
-    placements = st.sampled_from(kinds)
+    placements = st.sampled_from([PartPlan(*pair) for pair in tiers])  # type: ignore[arg-type]
     units = {}
     parts = {name: draw(st.lists(NAMES, unique=True, max_size=2)) for name in choices}
     if model is not None:
@@ -222,9 +220,7 @@ def plans(draw: st.DrawFn, model: ModelProfile | None = None) -> Plan:
         if checkpointed:
             operators = dict.fromkeys(operators, "keep")
         where = "keep" if kept or checkpointed else draw(st.sampled_from(["keep", "host", "ssd"]))
-        units[name] = UnitPlan(
-            whole.weights, whole.states, where, operators, whole.step, of_parts, checkpointed, whole.gradients
-        )
+        units[name] = UnitPlan(whole.weights, whole.states, where, operators, of_parts, checkpointed)
     size = st.integers(0, 2**40)
     clip = draw(st.sampled_from(["deferred", "speculative"] if model and model.clip_norm else ["off", "deferred"]))
     return Plan(units, draw(size), draw(size), clip)

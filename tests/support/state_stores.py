@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_ssd.device import CPUCopyEngine
 from lightning_ssd.model_states.placement.state_storage import make_store
 from lightning_ssd.model_states.stores.buffers import StateStaging
-from lightning_ssd.model_states.stores.layout import Layout
+from lightning_ssd.model_states.stores.layout import Layout, StagedState
 from lightning_ssd.model_states.stores.state_store import StateStore
 from lightning_ssd.model_states.units.flat import FlatParameter
 from lightning_ssd.storage import Backend, BlobStore, PosixBackend
@@ -55,6 +55,12 @@ def weights_of(layout: Layout, seed: int = 0) -> list[Tensor]:
     """Returns random fp32 weights of all parameters."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(item.shape, generator=generator) for item in layout.flat.param_views]
+
+
+def arrays_of(staged: StagedState) -> list[Tensor]:
+    """Returns all staged values."""
+    arrays = (staged.weights, staged.master, staged.low, *staged.states.values(), *staged.scales.values())
+    return [values for values in arrays if values is not None]
 
 
 def masters_of(store: StateStore) -> list[Tensor]:

@@ -3,7 +3,6 @@
 The modules, in the order in which they are best read:
 
 - `gradient`: the gradient of one flat parameter, and the pool of its buffers.
-- `waiting_gradient`: a gradient that waits on the device for its step there.
 - `gradient_offload`: copies gradients to the host as backward computes them, and sums them.
 - `copies_in_flight`: device memory of gradients that are being copied.
 - `running_backward`: whether the gradients of a backward that fails can be dropped.
@@ -14,4 +13,3 @@ The modules, in the order in which they are best read:
 from lightning_ssd.model_states.gradients.grad_scale import Clipping, GradScaleDecision, add_check, is_power_of_two
 from lightning_ssd.model_states.gradients.gradient import Gradient, GradientPool, GradientState, SharedGradient, clip
 from lightning_ssd.model_states.gradients.gradient_offload import GradientOffloader
-from lightning_ssd.model_states.gradients.waiting_gradient import WaitingGradient

@@ -6,7 +6,7 @@ is in one of these places, besides `assigned`:
 | place | state | flags |
 |---|---|---|
 | nowhere | NONE | |
-| `on_device`, until others are copied with it, or a step on the device uses it | PRESENT | `arrived` |
+| `on_device`, until others are copied with it | PRESENT | `arrived` |
 | `host_grad`, as the running backward has copied it | PRESENT | `arrived` |
 | `accum`, in fp32 | PRESENT | `has_accum`, and `accumulating` of the flat parameter |
 | in use by a step, or kept by it | STEPPED | `retained` of the flat parameter if it is kept; `used` reads it |
@@ -123,13 +123,13 @@ class GradientState(Enum):
 
 
 class Gradient:
-    """The gradient of one flat parameter, in host memory, or on the device until a step there.
+    """The gradient of one flat parameter, on the device until it is copied to host memory.
 
     Life of a parameter's gradient, in the terms of the module's docstring: it stays `on_device` until it is copied to
-    `host_grad`, together with others, or until the device makes its step. If there are several micro-batches, or if
-    user code may read it, it is added to `accum`. A step uses it, and may keep it.
-    `zero_grad` drops it. Without `zero_grad`, the next backward adds to it, and the next step uses it again. A gradient
-    that user code assigns is in `assigned` until `fold` copies it to `accum`.
+    `host_grad`, together with others. If there are several micro-batches, or if user code may read it, it is added to
+    `accum`. A step uses it, and may keep it. `zero_grad` drops it. Without `zero_grad`, the next backward adds to it,
+    and the next step uses it again. A gradient that user code assigns is in `assigned` until `fold` copies it to
+    `accum`.
 
     Ownership: `host_grad` belongs to the copies from the device until their marks are reached, then to the worker's job
     (an accumulation or a step) until `consumed` is done, and then to the next copies; if the memory is from a pool, it
@@ -311,8 +311,8 @@ class Gradient:
         """A step is about to use all present gradients. It keeps them if `retain` is called.
 
         Returns:
-            For each parameter, whether its gradient is in `host_grad`, or `on_device`; None: gradients are in `accum`,
-            and those in `host_grad` are accumulated before the step.
+            For each parameter, whether its gradient is in `host_grad`; None: gradients are in `accum`, and those in
+            `host_grad` are accumulated before the step.
         """
         self.was_sum, self.is_sum, self.retained = self.is_sum, False, False
         if self.accumulating:
@@ -423,18 +423,17 @@ class Gradient:
 
         self.consumed = then(ended(done), release)
 
-    def copy(self, values: Mapping[int, Tensor], copies: CopyEngine, after: Mark, *, awaited: bool) -> Mark:
+    def copy(self, values: Mapping[int, Tensor], copies: CopyEngine, *, awaited: bool) -> Mark:
         """Issues copies of gradients on the device to `host_grad`, and returns their mark.
 
         Args:
             values: gradients by parameter index, at least one, with the order of elements that the parameters have.
             copies: copies of the device.
-            after: mark that the copies wait for, as in `CopyEngine.d2h`.
             awaited: whether a thread waits for the mark.
         """
         size, views = self._flat.dtype.itemsize, self._flat.param_views
         starts = [views[index].start * size for index in values]
-        return copies.d2h_each(list(values.values()), self._bytes, starts, after, awaited=awaited)
+        return copies.d2h_each(list(values.values()), self._bytes, starts, None, awaited=awaited)
 
     def add(self, arrived: list[bool]) -> None:
         """Adds copied gradients to `accum` in fp32. Runs on the worker's thread."""

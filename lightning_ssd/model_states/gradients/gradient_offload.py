@@ -1,8 +1,7 @@
 """Gradient offloading: from `Tensor.grad` on the device to host memory, and accumulation in fp32.
 
 Gradients are copied soon after autograd has accumulated them (LoHan's active gradient offloading), while backward
-continues, several at once. Gradients of several micro-batches are summed on the host. A gradient whose step the device
-makes may stay there instead, if a plan says so (Teraio places gradients as it does all other tensors).
+continues, several at once. Gradients of several micro-batches are summed on the host.
 """
 
 import contextlib
@@ -20,7 +19,6 @@ from lightning_ssd.model_states.gradients.grad_scale import GradScaleDecision
 from lightning_ssd.model_states.gradients.gradient import Gradient, GradientPool, GradientState
 from lightning_ssd.model_states.gradients.norms import GradientNorms, measure_summed
 from lightning_ssd.model_states.gradients.running_backward import RunningBackward
-from lightning_ssd.model_states.gradients.waiting_gradient import WaitingGradient
 from lightning_ssd.model_states.units import FlatParameter, with_stride
 from lightning_ssd.model_states.weights import ParamPrefetcher
 from lightning_ssd.waits import wait_for
@@ -36,10 +34,8 @@ class GradientOffloader:
     `backward`; two of them never call at a time. Two callbacks run elsewhere: `run` in `accumulate` on the worker's
     thread, and the completion of a copy's future on the `d2h-done` thread, which touches no field.
 
-    Ownership: a gradient on the device belongs to `Gradient.on_device` until `offload` copies it, or
-    `hand_over_on_device` passes it to a step; a copied one to `in_flight`, until the compute stream is ordered after
-    the copy.
-    Host memory: see `Gradient`.
+    Ownership: a gradient on the device belongs to `Gradient.on_device` until `offload` copies it; a copied one to
+    `in_flight`, until the compute stream is ordered after the copy. Host memory: see `Gradient`.
 
     Args:
         gradients: the gradient of each flat parameter that is stepped; owned.
@@ -197,12 +193,8 @@ class GradientOffloader:
         # Few awaited marks may be pending, and a step waits for the copy of its last gradient alone. Where a parameter
         # has no gradient, no mark is awaited, and the thread `d2h-done` occupies a processor while it waits.
         last = gradient.num_arrived >= len(flat.param_views)
-        gradient.mark = gradient.copy(grads, self._copies, None, awaited=last)
+        gradient.mark = gradient.copy(grads, self._copies, awaited=last)
         self.in_flight.add(list(grads.values()), gradient.mark)
-
-    def stays_on_device(self, flat: FlatParameter) -> bool:
-        """Returns whether the whole gradient of `flat` is on the device, and no part of it waits to be offloaded."""
-        return flat not in self._waiting and len(self._gradients[flat].on_device) == len(flat.param_views)
 
     def end_backward(self) -> None:
         """Issues all copies, and records how many gradients each flat parameter has had."""
@@ -368,19 +360,6 @@ class GradientOffloader:
     def copied(self, mark: Mark) -> "Future[None]":
         """Returns a future that is done when a copy is, given its mark: mostly at once. Any thread may call."""
         return finished(None) if self._copies.reached(mark) else self._copies.on_d2h(mark)
-
-    def hand_over_on_device(self, flat: FlatParameter) -> "tuple[WaitingGradient, list[bool]]":
-        """Passes the ownership of a gradient that is on the device as a whole to a step there, as `hand_over` does.
-
-        Returns:
-            The gradient; and for each parameter, whether it has one.
-        """
-        gradient = self._gradients[flat]
-        kept, gradient.on_device = gradient.on_device, {}
-        arrived = gradient.begin_step()
-        assert arrived is not None and len(kept) == len(arrived)
-        values = [view.flatten(kept[index]) for index, view in enumerate(flat.param_views)]
-        return WaitingGradient(flat, values, self._copies.mark(), gradient), arrived
 
     @contextlib.contextmanager
     def as_grads(self) -> Iterator[None]:

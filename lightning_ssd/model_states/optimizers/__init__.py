@@ -8,14 +8,12 @@ The modules, in the order in which they are best read:
 - `adam`: torch's roundings of Adam and AdamW, and the calls of `adam.c`.
 - `adam_c`: the compiled library of `adam.c`.
 - `rank_mean`: the mean of several ranks' gradients, which a step computes as it reads it.
-- `adam_cuda`: the kernels in `adam.cu`, with the bits of `adam.c`.
 - `step_work`: calls of `adam.c` that are made together.
 - `group_options`: options of parameter groups, copied before the optimizer's own code runs.
 - `optimizer_state`: `Optimizer.state` while some states are offloaded.
 - `whole_step`: optimizers that couple parameters: stepped once, whole, on the CPU.
 """
 
-from lightning_ssd.model_states.optimizers.adam import ElementSpan
 from lightning_ssd.model_states.optimizers.adam_c import begin_loading_kernel
 from lightning_ssd.model_states.optimizers.group_options import GroupOptions
 from lightning_ssd.model_states.optimizers.optimizer_state import check_state, guard_state, resident_states

@@ -45,7 +45,7 @@ class ElementSpan(NamedTuple):
     """Neighbouring elements of one parameter.
 
     Attributes:
-        start: number of the first one in the flat parameter, or in a piece of it.
+        start: number of the first one in the flat parameter.
         numel: number of elements.
         first: number of the first one in the parameter.
         random_key: key of the random numbers by which states of the parameter are rounded.

@@ -30,7 +30,6 @@ from lightning_ssd.model_states.optimizers.adam import (
     torchs_step,
 )
 from lightning_ssd.model_states.optimizers.adam_c import KernelSettings
-from lightning_ssd.model_states.optimizers.adam_cuda import cuda_kernel
 from lightning_ssd.model_states.optimizers.rank_mean import RankMean
 from lightning_ssd.model_states.optimizers.rounding import random_bits, round_stochastically, step_keys
 from lightning_ssd.model_states.optimizers.user_optimizers import registered_class
@@ -107,20 +106,6 @@ class FlatOptimizer(ABC):
 
         Until they are made, input and values belong to them. The arguments are those of `step`.
         """
-
-    def steps_on_device(self, given: StepInput, staged: StagedState) -> bool:
-        """Returns whether the device can make this step in pieces (`step_piece`), with the bits of `step`."""
-        return False
-
-    def step_piece(self, given: StepInput, staged: StagedState, spans: Sequence[ElementSpan]) -> None:
-        """Makes a part of a step on the device, where `steps_on_device`. Called on the thread `device-optimizer`.
-
-        Args:
-            given: the input; its gradient is that of the elements in `staged`, on the device.
-            staged: some elements of the flat parameter, on the device; they change in place.
-            spans: the elements of each parameter, from the begin of `staged`.
-        """
-        raise NotImplementedError(f"{type(self).__name__} steps on the CPU")
 
     def commit(self, has_grad: Sequence[bool], options: Options) -> None:
         """Counts the last step, which had gradients of these parameters, and these options."""
@@ -211,15 +196,6 @@ class ElementwiseOptimizer(FlatOptimizer):
             staged.out.round()
             return ()
         return calls
-
-    def steps_on_device(self, given: StepInput, staged: StagedState) -> bool:
-        alike = all(given.has_grad) and len(set(self._steps)) == 1
-        has_states = all(name in staged.states for name in self.state_names(given.options))
-        return alike and has_states and self._device.type == "cpu"
-
-    def step_piece(self, given: StepInput, staged: StagedState, spans: Sequence[ElementSpan]) -> None:
-        given = self._given_on_cpu(given)
-        make_calls(self._begin_spans(given, staged, spans, self._steps[0], "whole"))
 
     def _given_on_cpu(self, given: StepInput) -> StepInput:
         """Returns the input without options that only torch's GPU implementations support."""
@@ -362,28 +338,6 @@ class AdamOptimizer(ElementwiseOptimizer):
         # The rest is computed without the old weights, unless whole master weights still have them.
         _, _, settings = found
         return _has_whole_masters(staged) or bool(settings.decoupled)
-
-    def steps_on_device(self, given: StepInput, staged: StagedState) -> bool:
-        if staged.moments == "8bit":  # there is no kernel, and pieces of scales are no whole pages
-            return False
-        if self._device.type == "cpu":
-            return super().steps_on_device(given, staged)
-        found = self._kernel_of(self._given_on_cpu(given), staged, 0)
-        if found is None or not all(given.has_grad) or len(set(self._steps)) != 1:
-            return False
-        return cuda_kernel(self._device, found[0]) is not None
-
-    def step_piece(self, given: StepInput, staged: StagedState, spans: Sequence[ElementSpan]) -> None:
-        if self._device.type == "cpu":
-            super().step_piece(given, staged, spans)
-            return
-        found = self._kernel_of(self._given_on_cpu(given), staged, self._steps[0])
-        assert found is not None, "`steps_on_device` has returned True"
-        cpu, name, settings = found
-        kernel = cuda_kernel(self._device, cpu)
-        assert kernel is not None, "`steps_on_device` has returned True"
-        assert isinstance(given.gradient, Tensor), "the CPU steps states that several ranks share"
-        kernel.step(name, spans, (*self._arrays(staged), given.gradient), settings, staged.moments)
 
     def _kernel_of(
         self, given: StepInput, staged: StagedState, steps: int

@@ -1,7 +1,7 @@
 """Stochastic rounding to bf16 by random numbers that are a function of parameter, step and element.
 
-So the bits do not depend on the division into flat parameters, pieces and threads, on the processor that steps, or on
-whether the training was resumed. adam.c and adam.cu have the same functions.
+So the bits do not depend on the division into flat parameters and threads, or on whether the training was resumed.
+adam.c has the same functions.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Optimizer steps of offloaded flat parameters, on the CPU and on the device.
+"""Optimizer steps of offloaded flat parameters, on the CPU.
 
 The modules, in the order in which they are best read:
 
@@ -13,13 +13,9 @@ The modules, in the order in which they are best read:
 - `weights_first`: units whose compute weights are stepped before the rest.
 - `step_records`: the steps that the journal of `recover=True` has recorded.
 - `step_history`: the last steps, and the roll-back of those that were committed in part.
-- `device_steps`: the flat parameters that the device steps.
-- `device_stepper`: steps on the device, in pieces.
-- `piece_transfers`: copies of a piece.
 - `optimizer_hooks`: hooks on `step` and `zero_grad` of the user's optimizers.
 """
 
-from lightning_ssd.model_states.steps.device_steps import DeviceSteps
 from lightning_ssd.model_states.steps.gradient_arrivals import GradientArrivals
 from lightning_ssd.model_states.steps.gradient_clipping import GradientClipping, unscale_as_optimizer
 from lightning_ssd.model_states.steps.optimizer_hooks import hook_step, hook_zero_grad, keep_last

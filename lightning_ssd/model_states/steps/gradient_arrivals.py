@@ -13,8 +13,8 @@ Call by call, on the thread that runs backward unless a line names another one:
    evicts the weights. Otherwise `StepScheduler.end_backward`, or `StepScheduler.end` at `optimizer.step`, calls it.
 5. `GradientOffloader.hand_over` in `submit`: the step owns the gradient and the stored values from now on, until its
    future is done. Where steps accumulate, the worker sums the gradient in fp32 first.
-6. `OptimizerStep.speculative`, `deferred`, `on_device` or `serial`: which one runs, `StepScheduler._begin_step`
-   chooses. `StateStore.stage` reads values on SSDs to staging memory.
+6. `OptimizerStep.speculative`, `deferred` or `serial`: which one runs, `StepScheduler._begin_step` chooses.
+   `StateStore.stage` reads values on SSDs to staging memory.
 7. `StepScheduler.end`, on the training thread at `optimizer.step`: `GradScaleDecision.decide` copies the scale to the
    host, and the thread `d2h-done` completes its future, for which a deferred step waits, and with whose scale a
    speculative one is compared. None skips the step.
@@ -38,7 +38,6 @@ from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.model_states.access import GradDtype, GradientAccess
 from lightning_ssd.model_states.gradients import GradientOffloader
 from lightning_ssd.model_states.optimizers import parameters_of
-from lightning_ssd.model_states.steps.device_steps import DeviceSteps
 from lightning_ssd.model_states.steps.gradient_clipping import GradientClipping
 from lightning_ssd.model_states.steps.running_step import RunningStep
 from lightning_ssd.model_states.steps.step_scheduler import StepScheduler
@@ -59,7 +58,6 @@ class GradientArrivals:
         grad_dtype: flat parameters whose gradients are summed in fp32.
         prefetcher: checks the thread that calls.
         steps: submits steps.
-        device_steps: flat parameters whose gradients stay on the device.
         running: the step that runs.
         clipping: clips gradients before others are added to them.
     """
@@ -73,7 +71,6 @@ class GradientArrivals:
         grad_dtype: GradDtype,
         prefetcher: ParamPrefetcher,
         steps: StepScheduler,
-        device_steps: DeviceSteps,
         running: RunningStep,
         clipping: GradientClipping,
     ) -> None:
@@ -84,7 +81,6 @@ class GradientArrivals:
         self._grad_dtype = grad_dtype
         self._prefetcher = prefetcher
         self._steps = steps
-        self._device_steps = device_steps
         self._running = running
         self._clipping = clipping
 
@@ -136,8 +132,7 @@ class GradientArrivals:
             and not flat.shared  # user code may write its weights until `optimizer.step`, unseen
         )
         gradients.norms.measure(flat, parameter, grad, check_finite=not self._running.defer_to_user_hooks)
-        if flat not in self._device_steps.kept_gradients or on_host or not self._steps.keeps_gradient(flat):
-            gradients.offload_later(flat, grad.nbytes)
+        gradients.offload_later(flat, grad.nbytes)
         if complete:
             self._steps.submit(flat)
         elif not on_host and self._running.optimizer is None and gradients.frees_early(flat):

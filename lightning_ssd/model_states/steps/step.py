@@ -1,11 +1,9 @@
 """The optimizer step of one flat parameter, from the arrival of its gradient on the host until the step is committed.
 
-`OptimizerStep` can be made in four ways, which `StepScheduler` chooses from: `speculative`, `deferred`, `on_device` and
-`serial`.
+`OptimizerStep` can be made in three ways, which `StepScheduler` chooses from: `speculative`, `deferred` and `serial`.
 """
 
 import contextlib
-import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -16,7 +14,7 @@ from torch import Tensor
 
 from lightning_ssd.device import Worker
 from lightning_ssd.futures import Future, all_of, ended, finished, pass_on, then
-from lightning_ssd.model_states.gradients import Gradient, WaitingGradient
+from lightning_ssd.model_states.gradients import Gradient
 from lightning_ssd.model_states.optimizers import (
     FlatOptimizer,
     Options,
@@ -26,11 +24,8 @@ from lightning_ssd.model_states.optimizers import (
     StepWork,
     do_together,
 )
-from lightning_ssd.model_states.steps.device_stepper import DeviceStep, DeviceStepper
 from lightning_ssd.model_states.stores import StagedState, StateStore
 from lightning_ssd.spans import OPTIMIZER, span
-
-log = logging.getLogger(__name__)
 
 Jobs = Generator[StepWork, None, None]
 """A job of the worker: it yields the arithmetic of a step, then ends the step."""
@@ -45,32 +40,30 @@ class OptimizerStep:
 
     Duty: stages the values, computes the step, writes the new values back, and commits the step or skips it.
 
-    A step of values on SSDs stages them before its job, or the device's step, begins, so that reads overlap with other
-    jobs. A step of values in host memory stages them, without a copy, when its job begins.
+    A step of values on SSDs stages them before its job begins, so that reads overlap with other jobs. A step of values
+    in host memory stages them, without a copy, when its job begins.
 
-    Threads: `speculative`, `deferred`, `on_device` and `serial` are called on the training thread or autograd's. The
-    computation (`_make`) runs on the worker's thread. `_commit_or_redo` runs on the thread that completes the last
-    future it depends on: the worker's (gradient, computation) or `d2h-done` (scale); or on the calling thread if all
-    are done.
+    Threads: `speculative`, `deferred` and `serial` are called on the training thread or autograd's. The computation
+    (`_make`) runs on the worker's thread. `_commit_or_redo` runs on the thread that completes the last future it
+    depends on: the worker's (gradient, computation) or `d2h-done` (scale); or on the calling thread if all are done.
 
     Ownership: the gradient belongs to the step until the step's last future is done. Staged values belong to the reads,
-    then to the worker's job or the device's step, then to the writes (see `StateStore`).
+    then to the worker's job, then to the writes (see `StateStore`).
 
     Attributes:
         store: store of the flat parameter.
         flat_optimizer: its optimizer.
         options: options of its parameter group.
         gradient: its gradient.
-        arrived: for each parameter, whether `gradient.host_grad` has its gradient, or `waiting`; None: the step uses
-            the accumulated gradients.
+        arrived: for each parameter, whether `gradient.host_grad` has its gradient; None: the step uses the accumulated
+            gradients.
         scale: future of the gradient scale; None: the step is skipped.
         limit: largest absolute value of the scaled gradient's elements; None: no limit.
         worker: runs the jobs.
-        count: called after each job of the CPU with the parameters stepped and the seconds that it took.
+        count: called after each job with the parameters stepped and the seconds that it took.
         priority: priority of the jobs and their reads; the lowest goes first.
         opt_state_priority: priority of the second job of a step in two halves.
         copied: called when the scale is known; returns a future that is done when the gradient is in host memory.
-        waiting: the gradient on the device, for `on_device`; None: it is in host memory.
         autocast: dtype of matrix products of the optimizer, if `optimizer.step` is called within autocast, as in manual
             optimization; None: it is not.
     """
@@ -87,7 +80,6 @@ class OptimizerStep:
     priority: int
     opt_state_priority: int = 0
     copied: "Callable[[], Future[None]]" = lambda: finished(None)
-    waiting: WaitingGradient | None = None
     autocast: torch.dtype | None = None
 
     def speculative(self, speculated: float, on_host: "Future[None]", ready: "Sequence[Future[None]]") -> Submitted:
@@ -170,81 +162,6 @@ class OptimizerStep:
         weights.add_done_callback(end)
         return weights, done
 
-    def on_device(
-        self, stepper: DeviceStepper, after: "Sequence[Future[Any]]", *, drop_second: bool = False
-    ) -> Submitted:
-        """Makes the step on the device, when the scale is known.
-
-        The CPU makes it if the device can't, or fails before a value was overwritten. Values on SSDs are staged when
-        the scale is known, as in `deferred`, and written and committed as those that the CPU has stepped.
-
-        `after` and `drop_second` as in `deferred`.
-        """
-        weights: Future[None] = Future()
-
-        def begin(_: None) -> "Future[None]":  # on the thread that completes the last of `after`, or the caller's
-            scale = self.scale.result()
-            if scale is None:
-                return on_cpu()
-            staged = self.store.stage(step=True, priority=self.priority)
-            return then(staged, lambda values: submit(values, scale))
-
-        def submit(values: StagedState, scale: float) -> "Future[None]":
-            # On that thread, or the I/O thread of reads.
-            read = None if values.buffer is None else values  # others are staged again, without the second version
-            try:
-                possible = self.flat_optimizer.steps_on_device(self._input(scale), values)
-            except BaseException:
-                self.store.unstage(values, changed=False)
-                raise
-            if not possible:
-                return on_cpu() if read is None else self._make_staged(finished(read), scale, [to_host()])
-            gradient = self._gradient() if self.waiting is None else self.waiting
-            assert not isinstance(gradient, RankMean), "the CPU steps states that several ranks share"
-            step = DeviceStep(
-                self.store, self.flat_optimizer, self.options, gradient, scale, self.limit, drop_second, read
-            )
-            first, whole = stepper.submit(step, priority=self.priority)
-            # Weights in a second version, or on SSDs, are read from the commit on.
-            if self.store.buffers.in_memory and (drop_second or not self.store.buffers.has_second):
-                first.add_done_callback(pass_first)
-            return then(ended(whole), lambda _: commit(whole, read))
-
-        def pass_first(first: "Future[None]") -> None:
-            if first.exception() is None:
-                weights.set_result(None)
-
-        def commit(whole: "Future[None]", read: StagedState | None) -> "Future[None]":
-            # On the thread that completes the copies.
-            error = whole.exception()
-            if read is not None:  # its memory is free: a device that is lost executes no copy any more
-                self.store.unstage(read, changed=error is None, step=True)
-            if error is None:
-                self._end(committed=True)
-                return whole
-            if self.store.lost:
-                return whole
-            log.warning("the CPU steps %s, because the GPU could not: %s", self.store.flat.name, error)
-            return on_cpu()
-
-        def to_host() -> "Future[None]":
-            skipped = self.scale.result() is None
-            return finished(None) if skipped or self.waiting is None else stepper.offload(self.waiting)
-
-        def on_cpu() -> "Future[None]":
-            return self.deferred([to_host()], drop_second=drop_second)[1]
-
-        def pass_done(done: "Future[None]") -> None:
-            if self.waiting is not None:
-                self.waiting.release()
-            if not weights.done():  # `first` is done before `whole`, unless the step failed or was not made there
-                pass_on(done, weights)
-
-        copied = then(all_of([*after, self.scale]), lambda _: self.copied())
-        done = then(copied, begin)
-        done.add_done_callback(pass_done)
-        return weights, done
-
     def serial(self, after: "Sequence[Future[Any]]") -> Submitted:
         """Reads, steps and writes in one job, which excludes all others (LoHan's figure 3b)."""
 
@@ -270,16 +187,14 @@ class OptimizerStep:
             return self._submit(lambda: self._make_in_memory(scale), [])
         return self._make_staged(self.store.stage(step=True, priority=self.priority), scale)
 
-    def _make_staged(
-        self, staged: "Future[StagedState]", scale: float, after: "Sequence[Future[Any]]" = ()
-    ) -> "Future[None]":
-        """Submits the step of values in staging memory, and its commit, for when `after` is done."""
+    def _make_staged(self, staged: "Future[StagedState]", scale: float) -> "Future[None]":
+        """Submits the step of values in staging memory, and its commit."""
 
         def run() -> Jobs:
             yield from self._make(staged.result(), scale)
             self._end(committed=True)
 
-        return self._submit_on(staged, run, after)
+        return self._submit_on(staged, run, [])
 
     def _submit_on(
         self, staged: "Future[StagedState]", run: Callable[[], Jobs], after: "Sequence[Future[Any]]"

@@ -20,16 +20,9 @@ from torch.optim import Optimizer
 
 from lightning_ssd.device import WorkCounter, Worker
 from lightning_ssd.futures import Future, all_of, finished, then
-from lightning_ssd.model_states.gradients import (
-    GradientOffloader,
-    GradientState,
-    GradScaleDecision,
-    WaitingGradient,
-)
+from lightning_ssd.model_states.gradients import GradientOffloader, GradientState, GradScaleDecision
 from lightning_ssd.model_states.optimizers import GroupOptions, parameters_of
 from lightning_ssd.model_states.placement import Setup
-from lightning_ssd.model_states.steps.device_stepper import DeviceStepper
-from lightning_ssd.model_states.steps.device_steps import DeviceSteps
 from lightning_ssd.model_states.steps.gradient_clipping import GradientClipping
 from lightning_ssd.model_states.steps.rank_steps import RankSteps
 from lightning_ssd.model_states.steps.running_step import RunningStep
@@ -71,7 +64,6 @@ class StepScheduler:
         worker: runs the jobs; owned.
         setup: settings of the training.
         records: records the steps for `recover=True`.
-        device_steps: the flat parameters that the device steps; owned.
         running: the step that runs.
         clipping: how the jobs of the next steps clip.
         ranks: sums gradients over ranks, and passes on the steps of other ranks; None: there is one rank.
@@ -87,7 +79,6 @@ class StepScheduler:
         worker: Worker,
         setup: Setup,
         records: StepRecords,
-        device_steps: DeviceSteps,
         running: RunningStep,
         clipping: GradientClipping,
         ranks: RankSteps | None,
@@ -109,7 +100,6 @@ class StepScheduler:
         self._clipping = clipping
         self._ranks = ranks
         self._weights_first = WeightsFirst(len(offloaded_units))
-        self._device_steps = device_steps
         self._waited = 0.0
         """Seconds that other code has waited for whole steps, since the last `end`."""
         self._options = GroupOptions(offloaded.groups)
@@ -179,15 +169,6 @@ class StepScheduler:
         begins_later = self._overlap == "none" or waits or self._gradients.backward.steps_delayed
         return not begins_later and self._is_stepping(flat)
 
-    def keeps_gradient(self, flat: FlatParameter) -> bool:
-        """Whether a gradient of `flat`, which a plan keeps, stays on the device: its step may be made there."""
-        return (
-            self._device_steps.stepper_of(flat) is not None
-            and self._overlap == "optimized"
-            and self.overlaps(flat)
-            and not (flat.shared or self._gradients[flat].accumulating)
-        )
-
     def check_not_submitted(self, flat: FlatParameter, index: int) -> None:
         """Raises RuntimeError if the step of `flat` was submitted without the gradient of parameter `index`."""
         if flat in self._submitted:
@@ -224,18 +205,12 @@ class StepScheduler:
         gradient, store = self._gradients[flat], self._stores[flat]
         self._gradients.resume_stepped(flat)
         options = self._options.submit(flat)  # the step owns these
-        stepper = self._device_steps.stepper_of(flat) if self._overlap == "optimized" else None
-        waiting: WaitingGradient | None = None
-        arrived: list[bool] | None
-        if stepper is not None and self._gradients.stays_on_device(flat):
-            waiting, arrived = self._gradients.hand_over_on_device(flat)
-        else:
-            arrived = self._gradients.hand_over(flat)
+        arrived = self._gradients.hand_over(flat)
         speculated = self._decision.speculated  # once: the end of an earlier step may change it
         waits = arrived is not None and speculated is None and not self._decision.decided and self._ranks is None
         # A future of each copy would cost time in backward. When the scale is known, most copies are made.
-        copied = partial(self._gradients.copied, gradient.mark) if waits and waiting is None else _AT_ONCE
-        on_host = finished(None) if waits or waiting is not None else self._gradients.on_host(flat, arrived)
+        copied = partial(self._gradients.copied, gradient.mark) if waits else _AT_ONCE
+        on_host = finished(None) if waits else self._gradients.on_host(flat, arrived)
         limit = self._running.limit
         reduced = self._running.defer_to_user_hooks
         if self._ranks is not None and not reduced:
@@ -267,12 +242,11 @@ class StepScheduler:
             # The second part is made when all weights are, and first of the unit whose gradients arrive first.
             opt_state_priority=2 * len(self._priorities) - self._priorities[flat],
             copied=copied,
-            waiting=waiting,
             autocast=torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None,
         )
         self.history.submit(flat)
         if self._ranks is None or self._ranks.owns(flat):
-            weights, done = self._begin_step(flat, step, stepper, speculated, on_host, ready)
+            weights, done = self._begin_step(flat, step, speculated, on_host, ready)
         else:
             weights, done = self._ranks.follow(flat, options, reduced=reduced)
         gradient.submit_step(done)  # the owner of several ranks reads it until then, or this rank has reduced it
@@ -285,26 +259,20 @@ class StepScheduler:
         self,
         flat: FlatParameter,
         step: OptimizerStep,
-        stepper: DeviceStepper | None,
         speculated: float | None,
         on_host: "Future[None]",
         ready: "list[Future[Any]]",
     ) -> Submitted:
-        """Begins a step by `stepper` (None: by the CPU), speculatively, or when the scale is known, and all of `ready`
-        are done.
+        """Begins a step, speculatively, or when the scale is known, and all of `ready` are done.
 
-        `on_host` is done when the gradient is in host memory; at once if it waits on the device, or if the step looks
-        at its copy when the scale is known. Returns the futures of the compute weights and of the whole step.
+        `on_host` is done when the gradient is in host memory; at once if the step looks at its copy when the scale is
+        known. Returns the futures of the compute weights and of the whole step.
         """
-        accumulated = step.arrived is None
         # A step that is not committed must not change the values or the gradient. That of several ranks is their mean.
-        kept = not accumulated or (self._ranks is not None and not self._running.defer_to_user_hooks)
+        kept = step.arrived is not None or (self._ranks is not None and not self._running.defer_to_user_hooks)
         revertible = self._decision.scale.done() or (self._stores[flat].layout.versions == 2 and kept)
         if self._overlap == "naive":
             return step.serial([on_host, *ready])
-        if stepper is not None and not accumulated:  # accumulated gradients are not in page-locked memory
-            after = [on_host, *ready, self._released]
-            return step.on_device(stepper, after, drop_second=self._decision.given_up)
         if speculated is not None and revertible:
             return step.speculative(speculated, on_host, ready)
         return step.deferred(
@@ -527,4 +495,3 @@ class StepScheduler:
             self._worker.close()
             if self._ranks is not None:
                 self._ranks.close()
-            self._device_steps.close()

@@ -16,7 +16,6 @@ from lightning_ssd.model_states.stores.buffers import HostBuffer, SpareMemory, S
 from lightning_ssd.model_states.stores.dynamic_code import BLOCK, code_table
 from lightning_ssd.model_states.stores.layout import (
     MASTER,
-    MOMENT_DTYPES,
     SCALES,
     WEIGHT,
     WHOLE_DTYPES,
@@ -26,6 +25,6 @@ from lightning_ssd.model_states.stores.layout import (
 )
 from lightning_ssd.model_states.stores.split import write_changed
 from lightning_ssd.model_states.stores.staged import StagedFlats
-from lightning_ssd.model_states.stores.state_store import StateStore, commit_memory, pin_values
+from lightning_ssd.model_states.stores.state_store import StateStore, commit_memory
 from lightning_ssd.model_states.stores.summoned import summon
 from lightning_ssd.model_states.stores.versioned_buffers import VersionedBuffers

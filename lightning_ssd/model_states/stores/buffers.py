@@ -149,8 +149,7 @@ class HostBuffer(StateBuffer):
 
         Args:
             buffers: the buffers; others than those in host memory are left out.
-            pin: page-lock the memory of all versions, also of those that are added later, for copies to the device and
-                from it.
+            pin: page-lock the memory of all versions, also of those that are added later, for copies to the device.
 
         Raises:
             StorageError: they can't be page-locked.

@@ -67,13 +67,6 @@ class StagedState:
         """Destination of a step's new values. No attribute: a cycle would keep the memory until garbage collection."""
         return self if self.uncommitted is None else self.uncommitted
 
-    def by_key(self) -> dict[str, Tensor]:
-        """Returns all values by the keys of a `StoredArray`: compute weights, master weights if apart, states."""
-        kept = self.low if self.master is None else self.master
-        apart = {} if kept is None or kept is self.weights else {MASTER: kept}
-        scales = {name + SCALES: values for name, values in self.scales.items()}
-        return {WEIGHT: self.weights, **apart, **self.states, **scales}
-
     def copy(self, other: "StagedState") -> None:
         """Copies the values of another of the same layout."""
         self.weights.copy_(other.weights)

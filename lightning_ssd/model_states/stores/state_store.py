@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_ssd.device import CopyEngine, Mark, h2d_and_release
-from lightning_ssd.futures import Future, all_of, failed, finished, then
+from lightning_ssd.futures import Future, all_of, finished, then
 from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.model_states.stores.buffers import HostBuffer, SSDBuffer, StateBuffer, StateStaging
 from lightning_ssd.model_states.stores.layout import Layout, StagedState
@@ -40,21 +40,6 @@ def commit_memory(stores: Iterable["StateStore"], *, pin: bool) -> None:
     HostBuffer.commit([one.opt_state for one in buffers], pin=False)
 
 
-def pin_values(stores: Sequence["StateStore"]) -> None:
-    """Page-locks all values in host memory, which no thread uses meanwhile, for copies to the device and from it.
-
-    Of values on SSDs, it page-locks the staging memory, which all flat parameters share.
-
-    Raises:
-        StorageError: they can't be page-locked.
-    """
-    HostBuffer.commit([buffer for store in stores for buffer in store.buffers], pin=True)
-    for store in stores:
-        if not store.buffers.in_memory:
-            assert store.staging is not None
-            store.staging.states.pool.pin()
-
-
 class StateStore:
     """Stores the values of one flat parameter in host memory or on SSDs, in one version or two.
 
@@ -64,8 +49,7 @@ class StateStore:
     Threads: `prefetch_to` and `stage` may be called on any thread; their futures complete on the `h2d-done`, reader
     and I/O threads, or on the one that completes the announced step. `commit` runs on the thread that completes a step,
     second versions are added and dropped on that of the step's job (see `OptimizerStep`). With several ranks, `checkin`
-    runs on the worker's thread, as an announced step. The `DeviceStepper` uses
-    `stage`, `steps_in_place` and `lose` on its thread. All others run on the training thread, or on autograd's while
+    runs on the worker's thread, as an announced step. All others run on the training thread, or on autograd's while
     that waits. No lock: the futures below determine the owner of the values.
 
     Ownership: staged values belong to the caller of `stage` until `unstage`, one at a time. A step that is announced
@@ -73,7 +57,7 @@ class StateStore:
     then to the copy to the device or to the caller, then to the writes until all have ended. Where the store
     of SSDs takes device buffers, prefetched weights are read to the device without staging memory.
 
-    Deadlocks: a holder of staging memory waits for drives, issued copies and the threads of optimizer steps only, never
+    Deadlocks: a holder of staging memory waits for drives, issued copies and the thread of optimizer steps only, never
     for staging memory or for a thread that may wait for it. So each holder ends, and each request is served at the
     latest when all have ended, since no request is larger than the pool. In detail:
 
@@ -110,7 +94,6 @@ class StateStore:
         self.staging = staging
         self.steps = 0
         self._copies = copies
-        self._lost: BaseException | None = None
         self._stepped: Future[Any] = finished(None)
         self._weights_stepped: Future[Any] = finished(None)
 
@@ -175,8 +158,6 @@ class StateStore:
             priority: of requests that wait for staging memory, the lowest goes first.
             apart: whether values on SSDs are read to memory of their own, because the caller holds them for any time.
         """
-        if self._lost is not None:
-            return failed(self._lost)
         if self.buffers.in_memory:
             return self.buffers.stage_in_place(step=step)
         values: StagedState | None = None
@@ -228,20 +209,6 @@ class StateStore:
         """Rolls the last commit back: it is `VersionedBuffers.revertible`, and no step was staged since."""
         self.steps -= 1
         self.buffers.revert()
-
-    @property
-    def steps_in_place(self) -> bool:
-        """Whether a step on the device overwrites committed values, and not a second version or staging memory."""
-        return any([not buffer.has_second for buffer in self.buffers.host])
-
-    @property
-    def lost(self) -> bool:
-        """Whether the values are lost."""
-        return self._lost is not None
-
-    def lose(self, error: BaseException) -> None:
-        """Declares the values lost: a step in place has failed midway. They can't be staged any more."""
-        self._lost = error
 
     def written(self, _: object = None) -> "Future[None]":
         """Returns a future that is done when the committed values are stored."""

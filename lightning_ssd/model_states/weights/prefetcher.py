@@ -261,18 +261,6 @@ class ParamPrefetcher:
         with self._lock:
             self._prefetch(self._lookahead())
 
-    def change_budget(self, nbytes: int) -> bool:
-        """Adds bytes to the budget, or removes some, if three of the largest units still fit into it.
-
-        Returns:
-            Whether the budget was changed.
-        """
-        with self._lock:
-            if nbytes < 0 and self._budget + nbytes < 3 * max(self._nbytes, default=0):
-                return False
-            self._budget += nbytes
-            return True
-
     def evict(self, flat: FlatParameter) -> None:
         """Evicts `flat`. A later prefetch copies the values that are stored then."""
         with self._lock:

@@ -14,11 +14,9 @@ from lightning_ssd.device import CPUCopyEngine
 from lightning_ssd.model_states import build
 from lightning_ssd.model_states.gradients import gradient
 from lightning_ssd.model_states.gradients.copies_in_flight import CopiesInFlight
-from lightning_ssd.model_states.gradients.gradient_offload import GradientOffloader
 from lightning_ssd.model_states.gradients.norms import GradientNorms
 from tests.support.access import Toy, compare, fit
 from tests.support.compare import assert_same
-from tests.support.device_steps import Shared
 from tests.support.late_device import LateCopies
 from tests.support.models import BlocksModel, ToyModel
 from tests.support.trainings import nothing_left  # noqa: F401
@@ -109,28 +107,9 @@ def test_gradients_that_arrive_in_parts_are_added_up(tmp_path: Path, module: Any
     compare(tmp_path, module, states)
 
 
-@pytest.mark.parametrize(
-    ("module", "clip"), [(module, (None, 0.5)[number % 2]) for number, module in enumerate([*IN_PARTS, Freezing])]
-)
-def test_gradients_that_wait_on_the_device_are_offloaded_if_others_are_added(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, clip: float | None
-) -> None:
-    """A block whose gradients are complete, and not accumulated, is stepped on the device, where they stay until then.
-
-    The CPU steps blocks with frozen parameters, from gradients that are offloaded when backward has ended.
-    """
-    shared = Shared(monkeypatch, share=1.0, kept=1.0)
-    left: list[int] = []
-    offload = GradientOffloader.offload
-
-    def counted(offloader: GradientOffloader, flat: Any) -> None:
-        if flat not in offloader._waiting:
-            left.append(len(offloader[flat].on_device))
-        offload(offloader, flat)
-
-    monkeypatch.setattr(GradientOffloader, "offload", counted)
-    compare(tmp_path, module, "host", gradient_clip_val=clip)
-    assert (shared.waiting > 0) == (module is not Freezing) and any(left)
+@pytest.mark.parametrize("module", [ReadBetween, Penalized, Freezing])
+def test_gradients_that_arrive_in_parts_are_clipped(tmp_path: Path, module: Any) -> None:
+    compare(tmp_path, module, "host", gradient_clip_val=0.5)
 
 
 class LateGradient(ToyModel):

@@ -1,5 +1,6 @@
 """Model states that move between device, host memory and SSDs during a training do not change the numbers."""
 
+import copy
 import errno
 import os
 import threading
@@ -126,6 +127,30 @@ def test_checkpoints_of_states_that_moved(tmp_path: Path) -> None:
     assert_same(train(tmp_path, ssd(tmp_path), Model(), callbacks=[Mover(4)], **rest), plain)
     whole = train(tmp_path, "auto", Model())
     assert plain.losses == whole.losses[-len(plain.losses) :]  # type: ignore[operator, index, arg-type]
+
+
+def test_what_is_read_amid_moves_is_plain_lightnings(tmp_path: Path) -> None:
+    """Weights after each step, and optimizer states in checkpoints, while units move between all tiers."""
+
+    class Reads(pl.Callback):
+        def __init__(self) -> None:
+            self.read: list[Any] = []
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            if trainer.global_step % 3 == 0:
+                path = tmp_path / "read.ckpt"
+                trainer.save_checkpoint(path)
+                saved = torch.load(path, weights_only=False)
+                states = saved["optimizer_states"][0]["state"]
+                self.read.append((saved["state_dict"], dict(sorted(states.items()))))
+            self.read.append(copy.deepcopy(pl_module.state_dict()))
+
+    how: Any = {"gradient_clip_val": 0.5, "max_epochs": 1}
+    plain, ours, mover = Reads(), Reads(), Mover(1)
+    expected = train(tmp_path, "auto", Model(), callbacks=[plain], **how)
+    assert_same(train(tmp_path, ssd(tmp_path), Model(), callbacks=[ours, mover], **how), expected)
+    assert_same(ours.read, plain.read)
+    assert mover.moves > 2
 
 
 def test_hooks_that_read_other_gradients_still_do_after_a_move(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from lightning_ssd.storage.slab import Slab
 from lightning_ssd.waits import wait_for
 from tests.support.compare import same
 from tests.support.faults import FaultyBackend, GatedBackend
-from tests.support.state_stores import Tiers, make_layout, masters_of, open_store, scratch_space, weights_of
+from tests.support.state_stores import Tiers, arrays_of, make_layout, masters_of, open_store, scratch_space, weights_of
 
 TIERS: list[Tiers] = [("host", "host"), ("host", "ssd"), ("ssd", "host"), ("ssd", "ssd")]
 FORMATS = [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
@@ -398,7 +398,7 @@ def test_values_in_host_memory_are_staged_without_operators_and_freed_with_their
         assert store.buffers.add_second()
         staged, other_staged = (store.stage(step=True).result() for _ in range(2))
         for one, other in ((staged, other_staged), (staged.out, other_staged.out)):
-            assert all(map(is_, one.by_key().values(), other.by_key().values()))
+            assert all(map(is_, arrays_of(one), arrays_of(other)))
         new = weights_of(layout, 1)
         step(store, new)
         store.commit()
