@@ -47,7 +47,7 @@ def test_where_no_plan_fits_a_faster_one_of_about_the_same_excess_is_better(
 def test_states_are_not_moved_to_a_device_without_room_for_saved_tensors(
     monkeypatch: pytest.MonkeyPatch, gpu_bytes: int, largest: int, searches: int, moved: bool
 ) -> None:
-    """No plan is searched for. If all room is the largest tensor's, one that takes it is searched for, and saves too little."""
+    """No plan is searched for. If all room is the largest tensor's, one that takes it is, and saves too little."""
     model = make_model(24, saved=GB, inputs=GB // 10, parameters=GB // 20, forward=0.003)
     model = replace(model, largest_tensor_bytes=largest)
     machine = replace(H100, gpu_bytes=gpu_bytes, cpu_step_rate=2e9)
