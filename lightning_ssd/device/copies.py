@@ -242,7 +242,9 @@ class CUDACopyEngine(CopyEngine):
         return self._out.copy(spans, after, awaited)
 
     def mapped(self, host: Tensor) -> Tensor:
-        return torch.as_tensor(_Mapped(host), device=self.device)
+        mapped = torch.as_tensor(_Mapped(host), device=self.device)
+        assert mapped.data_ptr() == host.data_ptr(), f"host memory of {self.device} was page-locked for another device"
+        return mapped
 
     def h2d(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
         return self._in.copy([(dst.data_ptr(), src.data_ptr(), dst.numel())], after, awaited)

@@ -2,6 +2,7 @@
 
 import threading
 from collections import deque
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -30,11 +31,31 @@ class _Mark(float):
     number: int
 
 
+@dataclass
+class _Copy:
+    """A copy that the host has issued.
+
+    Attributes:
+        number: number of the copy, in the order of issue.
+        src: its source; if `passed`, the bytes that it had when the compute stream waited.
+        dst: its destination.
+        after: number of the last copy to the host that precedes a copy to the device.
+        passed: whether the compute stream has waited for this copy to the host.
+    """
+
+    number: int
+    src: Tensor
+    dst: Tensor
+    after: int
+    passed: bool = False
+
+
 class LateCopies(CPUCopyEngine):
     """Copies of a device that is behind the host.
 
-    A copy is made when the compute stream waits for its mark, or when the future of a mark completes: one more call of
-    the engine later, or when the host has made no call for `IDLE_SECONDS`. Until then the destination is undefined: a
+    A copy is made when the future of a mark completes: one more call of the engine later, or when the host has made no
+    call for `IDLE_SECONDS`. If the compute stream waits for the mark before, a copy to the device is made then, and a
+    copy to the host reads its source then, but the host has it later. Until then the destination is undefined: a
     missing wait, a source that is overwritten too early, and a buffer that is given to another owner too early change
     numbers. `violations` names device buffers that were released before their copy was made.
     """
@@ -44,8 +65,10 @@ class LateCopies(CPUCopyEngine):
         self.violations: list[str] = []
         self._condition = threading.Condition(threading.RLock())
         """Guards all fields below. Copies are made while it is held; futures are completed without it."""
-        self._issued = {"d2h": deque[tuple[int, Tensor, Tensor]](), "h2d": deque[tuple[int, Tensor, Tensor]]()}
+        self._issued = {"d2h": deque[_Copy](), "h2d": deque[_Copy]()}
         self._count = 0
+        self._passed = 0
+        """Number of the last copy to the host that the compute stream has waited for."""
         self._futures: deque[tuple[str, int, int, Future[None]]] = deque()
         self._calls = 0
         self._completing = False
@@ -63,13 +86,15 @@ class LateCopies(CPUCopyEngine):
         with self._condition:
             self._call()
             issued = () if mark is None else self._issued[mark.direction]
-            return not issued or issued[0][0] > mark.number
+            return not issued or issued[0].number > mark.number
 
     def wait(self, mark: Any) -> None:
         with self._condition:
             self._call()
-            if mark is not None:
-                self._make(mark.direction, mark.number)
+            if mark is not None and mark.direction == "h2d":
+                self._make("h2d", mark.number)
+            elif mark is not None:
+                self._pass(mark.number)
 
     def on_d2h(self, mark: Any) -> "Future[None]":
         return self._future("d2h", mark)
@@ -102,20 +127,34 @@ class LateCopies(CPUCopyEngine):
             self._count += 1
             src, dst = src.detach(), dst.detach()
             dst.fill_(0xFF)
-            self._issued[direction].append((self._count, src, dst))
+            self._issued[direction].append(_Copy(self._count, src, dst, self._passed))
             mark = _Mark(perf_counter())
             mark.direction, mark.number = direction, self._count
             return mark
 
+    def _pass(self, number: int) -> None:
+        """Orders the compute stream after copies to the host."""
+        self._passed = max(self._passed, number)
+        for copy in self._issued["d2h"]:
+            if copy.number <= number and not copy.passed:
+                self._check(copy.src, "d2h", copy.number)
+                with torch._C._DisableTorchDispatch(), torch.inference_mode(False), torch.no_grad():
+                    copy.src, copy.passed = copy.src.clone(), True
+
     def _make(self, direction: str, number: int) -> None:
         issued = self._issued[direction]
-        while issued and issued[0][0] <= number:
-            count, src, dst = issued.popleft()
+        while issued and issued[0].number <= number:
+            copy = issued.popleft()
+            if direction == "h2d":
+                self._make("d2h", copy.after)
             with torch._C._DisableTorchDispatch(), torch.inference_mode(False), torch.no_grad():
-                dst.copy_(src)
-            on_device = src if direction == "d2h" else dst
-            if _uses(on_device) <= _USES_OF_ONE_TENSOR:
-                self.violations.append(f"the device memory of {direction} copy {count} was released before the copy")
+                copy.dst.copy_(copy.src)
+            if not copy.passed:
+                self._check(copy.src if direction == "d2h" else copy.dst, direction, copy.number)
+
+    def _check(self, on_device: Tensor, direction: str, number: int) -> None:
+        if _uses(on_device) <= _USES_OF_ONE_TENSOR:
+            self.violations.append(f"the device memory of {direction} copy {number} was released before the copy")
 
     def _future(self, direction: str, mark: Any) -> "Future[None]":
         done: Future[None] = Future()

@@ -298,7 +298,7 @@ class StepScheduler:
                 "`self.manual_backward(loss)` instead."
             )
         self._gradients.end_backward()
-        if self._running.optimizer is None:  # else `end` does this
+        if self._decision.decided:  # else the scale would wait for the last copies: `end` does this
             self._gradients.in_flight.release()
         for flat, gradient in self._gradients.items():
             if any(gradient.arrived):
@@ -330,7 +330,7 @@ class StepScheduler:
             self._decision.reset_checks()  # which are not of this step
             self._decision.merge_checks(dict(clipping.found))
         self._decision.decide(clipping.scale)
-        self._gradients.in_flight.release()  # not earlier: the scale would wait for the last copies
+        self._gradients.in_flight.release()
         self._check_memory_is_stepped_once(optimizer)
         self._submit_remaining(optimizer)
         self._weights_first.note(self._gradients.pop_waited() + self._waited)

@@ -15,6 +15,7 @@ from lightning_ssd.model_states import build
 from lightning_ssd.model_states.gradients import gradient
 from lightning_ssd.model_states.gradients.copies_in_flight import CopiesInFlight
 from lightning_ssd.model_states.gradients.norms import GradientNorms
+from lightning_ssd.model_states.steps.step_scheduler import StepScheduler
 from tests.support.access import Toy, compare, fit
 from tests.support.compare import assert_same
 from tests.support.late_device import LateCopies
@@ -200,13 +201,22 @@ class ToldCopies(LateCopies):
         super().wait(mark)
 
 
-@pytest.mark.parametrize("nbytes", [1, 2**28])
+@pytest.mark.parametrize(("nbytes", "clip"), [(1, None), (2**28, None), (2**28, 1e-3)])
 def test_gradients_in_flight_are_bounded_and_waited_for_when_backward_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int, clip: float | None
 ) -> None:
-    """Two blocks have eight gradients. With a limit below one gradient, at most one more is in flight."""
+    """Two blocks have eight gradients. With a limit below one gradient, at most one more is in flight.
+
+    If steps wait for the norm of all gradients, it precedes their copies, which are waited for when the step ends.
+    """
     engines: list[ToldCopies] = []
     left: list[int] = []
+    after_backward: set[int] = set()
+    end_backward = StepScheduler.end_backward
+
+    def watched(scheduler: StepScheduler, **named: Any) -> None:
+        end_backward(scheduler, **named)
+        after_backward.add(len(engines[0].waiting))
 
     def make(device: torch.device) -> ToldCopies:
         engines.append(ToldCopies(device))
@@ -218,8 +228,10 @@ def test_gradients_in_flight_are_bounded_and_waited_for_when_backward_ends(
 
     monkeypatch.setattr(build, "make_copy_engine", make)
     monkeypatch.setattr(CopiesInFlight, "MAX_BYTES", nbytes)
-    fit(tmp_path, Watching(), "host", strategy={"offload": "none"})
+    monkeypatch.setattr(StepScheduler, "end_backward", watched)
+    fit(tmp_path, Watching(), "host", strategy={"offload": "none"}, gradient_clip_val=clip)
     assert left == [0, 0, 0]
+    assert after_backward == {8 if clip else 0}
     assert engines[0].most == (2 if nbytes == 1 else 8)
     # Those of a block are copied together, unless that is too much memory.
     assert engines[0].num_groups == (24 if nbytes == 1 else 6)
