@@ -11,8 +11,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_ssd import SSDOffloadStrategy
-from lightning_ssd.device import process_gpu_memory, usable_gpu_memory
+from lightning_ssd.device import make_copy_engine, process_gpu_memory, usable_gpu_memory
 from lightning_ssd.device.memory import FRAGMENTS
+from lightning_ssd.storage import Slab
 from tests.support.garbage import collect
 from tests.support.parity import TinyGPT
 from tests.support.plans import BOTH, planner, quiet_trainer
@@ -31,6 +32,18 @@ def capped() -> Iterator[torch.device]:
     torch.cuda.set_per_process_memory_fraction(CAP / torch.cuda.get_device_properties(device).total_memory, device)
     yield device
     torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def test_what_kernels_write_to_mapped_memory_is_on_the_host_at_their_mark() -> None:
+    memory, copies = Slab(64, pin=True), make_copy_engine(torch.device("cuda"))
+    mapped = copies.mapped(memory.tensor)
+    source = torch.zeros(64, dtype=torch.uint8, device="cuda")
+    for value in range(100):
+        torch.bitwise_or(source.fill_(value), 0, out=mapped)
+        copies.on_d2h(copies.mark(awaited=True)).result(timeout=60)
+        assert memory.tensor.tolist() == [value] * 64
+    copies.close()
+    memory.close()
 
 
 def test_the_allocator_agrees(capped: torch.device) -> None:
