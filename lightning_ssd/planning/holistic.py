@@ -271,7 +271,7 @@ class _Search:
         self._improve()
 
     def _improve(self) -> None:
-        """Simulates Teraio's plan, then plans with few launches."""
+        """Simulates Teraio's plan, then plans with few launches, and those that share the room of the largest tensor."""
         most_seconds = inf if self.fastest.score[0] else CLOSE_ENOUGH * self.fastest.score[1]
         *_, plan = rated_plan(self.model, self.model, self.hardware, self.fixed, most_seconds)
         self.of_teraio = [plan]
@@ -279,6 +279,8 @@ class _Search:
         self.try_few_launches()
         if self.fixed is None and self._checkpointable and self._gpu_bytes < self.hardware.gpu_bytes:
             self._fill_room_of_largest()
+        plan = self.fastest.plan  # a narrower window leaves more room to the largest tensor
+        self.consider(replace(plan, window_bytes=plan.window_bytes // 2))
 
     def _fill_room_of_largest(self) -> None:
         """Simulates plans that checkpoint all units, and whose first parts also take the room of the largest tensor.

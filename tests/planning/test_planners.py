@@ -568,13 +568,24 @@ def test_plans_leave_room_for_the_largest_tensor(largest: int) -> None:
         assert 0.85 * (machine.gpu_bytes - largest) < peak <= machine.gpu_bytes - largest
 
 
-@pytest.mark.parametrize("gpu", [8, 11, 14, 20])
-def test_no_number_of_first_parts_on_the_gpu_is_clearly_faster(gpu: int) -> None:
-    """Also if the first one, such as an embedding's, has room only where logits have theirs."""
+def with_embedding() -> ModelProfile:
+    """Returns a model with a large first part, and a large tensor, such as logits."""
     model = checkpointable(make_model(8, saved=GB, inputs=GB // 10, parameters=GB // 20, forward=0.003, clip_norm=True))
     embedding = replace(make_model(1, parameters=2 * GB // 5, forward=1e-4).units[0], name="embedding")
-    model = replace(model, units=(embedding, *model.units), largest_tensor_bytes=4 * GB)
-    machine = replace(H100, gpu_bytes=gpu * GB)
+    return replace(model, units=(embedding, *model.units), largest_tensor_bytes=4 * GB)
+
+
+def test_a_window_is_narrower_where_the_largest_tensor_lacks_its_memory() -> None:
+    model, machine = with_embedding(), replace(H100, gpu_bytes=12 * GB)
+    plan = make_plan(model, machine, clip="deferred")
+    wider = replace(plan, window_bytes=2 * plan.window_bytes)
+    assert simulate(model, machine, wider).step_seconds > 1.02 * simulate(model, machine, plan).step_seconds
+
+
+@pytest.mark.parametrize("gpu", [8, 11, 14, 20])
+def test_no_number_of_first_parts_on_the_gpu_is_clearly_faster(gpu: int) -> None:
+    """Also if the first one has room only where the largest tensor has its own."""
+    model, machine = with_embedding(), replace(H100, gpu_bytes=gpu * GB)
     plan = make_plan(model, machine, clip="deferred")
     found = simulate(model, machine, plan).step_seconds
     for resident in range(10):
