@@ -271,7 +271,7 @@ class _Search:
         self._improve()
 
     def _improve(self) -> None:
-        """Simulates Teraio's plan, then plans with few launches, and those that share the room of the largest tensor."""
+        """Simulates Teraio's plan, plans with few launches, and those that use the room of the largest tensor."""
         most_seconds = inf if self.fastest.score[0] else CLOSE_ENOUGH * self.fastest.score[1]
         *_, plan = rated_plan(self.model, self.model, self.hardware, self.fixed, most_seconds)
         self.of_teraio = [plan]
