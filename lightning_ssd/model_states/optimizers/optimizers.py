@@ -545,6 +545,11 @@ def is_adam(optimizer: Optimizer) -> bool:
     return registered_class(type(optimizer)) in (torch.optim.AdamW, torch.optim.Adam)
 
 
+def only_begins_with_closure(optimizer: Optimizer) -> bool:
+    """Returns whether `step` calls its closure first and once, and changes no gradients after it."""
+    return is_adam(optimizer) or registered_class(type(optimizer)) is torch.optim.SGD
+
+
 def make_flat_optimizer(optimizer: Optimizer, flat: FlatParameter, whole: Container[Optimizer] = ()) -> FlatOptimizer:
     """Returns how `optimizer` steps `flat`; `whole`: optimizers that are stepped whole."""
     if optimizer in whole:

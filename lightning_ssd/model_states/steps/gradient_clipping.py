@@ -129,6 +129,10 @@ class GradientClipping:
         if self._running.defer_to_user_hooks:
             self._pending.pop(optimizer, None)
 
+    def pending(self, optimizer: Optimizer) -> Clipping:
+        """Returns how the running step of `optimizer` scales and clamps its gradients, as far as that is known."""
+        return self._pending.get(optimizer, Clipping())
+
     def pop(self, optimizer: Optimizer) -> Clipping:
         """Returns how the step of `optimizer` that ends now scales and clamps its gradients."""
         return self._pending.pop(optimizer, Clipping())

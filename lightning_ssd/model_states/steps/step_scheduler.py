@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from lightning_ssd.device import WorkCounter, Worker
 from lightning_ssd.futures import Future, all_of, finished, then
 from lightning_ssd.model_states.gradients import GradientOffloader, GradientState, GradScaleDecision
-from lightning_ssd.model_states.optimizers import GroupOptions, parameters_of
+from lightning_ssd.model_states.optimizers import GroupOptions, only_begins_with_closure, parameters_of
 from lightning_ssd.model_states.placement import Setup
 from lightning_ssd.model_states.steps.gradient_clipping import GradientClipping
 from lightning_ssd.model_states.steps.rank_steps import RankSteps
@@ -161,6 +161,14 @@ class StepScheduler:
             self._options.forget()
         yield
         self.note_options(optimizer)
+        if self._running.optimizer is optimizer and self.has_submitted and self._is_decided_by_closure(optimizer):
+            # The jobs need not wait until the device has stepped its own parameters.
+            self._decision.decide(self._clipping.pending(optimizer).scale)
+
+    def _is_decided_by_closure(self, optimizer: Optimizer) -> bool:
+        """Whether the gradient scale of a step is known when its closure has ended."""
+        later = self._running.defer_to_user_hooks or self._decision.loss_scaled or self._ranks is not None
+        return not later and only_begins_with_closure(optimizer)
 
     def overlaps(self, flat: FlatParameter) -> bool:
         """Whether the step of `flat` may be submitted while backward runs."""

@@ -231,7 +231,7 @@ def test_gradients_in_flight_are_bounded_and_waited_for_when_backward_ends(
     monkeypatch.setattr(StepScheduler, "end_backward", watched)
     fit(tmp_path, Watching(), "host", strategy={"offload": "none"}, gradient_clip_val=clip)
     assert left == [0, 0, 0]
-    assert after_backward == {8 if clip else 0}
+    assert max(after_backward) == (8 if clip else 0)
     assert engines[0].most == (2 if nbytes == 1 else 8)
     # Those of a block are copied together, unless that is too much memory.
     assert engines[0].num_groups == (24 if nbytes == 1 else 6)

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd import SSDOffloadStrategy, register_optimizer
 from lightning_ssd.device import CPUCopyEngine, Worker
 from lightning_ssd.futures import Future, finished
 from lightning_ssd.model_states import build
+from lightning_ssd.model_states.gradients import GradScaleDecision
 from lightning_ssd.model_states.optimizers.adam import any_kernel
 from lightning_ssd.model_states.steps.step import OptimizerStep
 from lightning_ssd.model_states.steps.weights_first import WeightsFirst
@@ -250,6 +252,41 @@ def test_clipped_steps_wait_for_the_copies_of_their_own_gradients_alone(
     make_trainer(tmp_path, strategy, limit_train_batches=3, gradient_clip_val=1e-3).fit(Waits([]), loader())
     assert in_time == [True] * 3
     assert made == [1, 0, 2, 3] * 3
+
+
+@pytest.mark.parametrize("clips_later", [False, True])
+def test_the_scale_is_decided_before_the_device_steps_its_own_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clips_later: bool
+) -> None:
+    """The CPU's steps wait for it. An optimizer whose own code follows the closure may clip again."""
+    events: list[str] = []
+    module = import_module(torch.optim.SGD.__module__)
+    decide, own_step = GradScaleDecision.decide, module.sgd
+
+    def decided(decision: GradScaleDecision, scale: Tensor | None) -> None:
+        if not decision.decided:
+            events.append("scale")
+        decide(decision, scale)
+
+    def stepped(params: list[Tensor], *arguments: Any, **options: Any) -> None:
+        if params and threading.current_thread() is threading.main_thread():
+            events.append("device")
+        own_step(params, *arguments, **options)
+
+    class Later(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    class Resident(Chain):
+        def configure_optimizers(self) -> Any:
+            return (Later if clips_later else torch.optim.SGD)(self.parameters(), lr=0.01)
+
+    register_optimizer(Later)
+    monkeypatch.setattr(GradScaleDecision, "decide", decided)
+    monkeypatch.setattr(module, "sgd", stepped)
+    strategy = SSDOffloadStrategy(min_bytes=1, gpu_memory="5KiB", clip="deferred")
+    make_trainer(tmp_path, strategy, limit_train_batches=2, gradient_clip_val=1e-3).fit(Resident([]), loader())
+    assert events == (["device", "scale"] if clips_later else ["scale", "device"]) * 2
 
 
 def test_overlap_naive_is_serial_and_none_steps_after_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
