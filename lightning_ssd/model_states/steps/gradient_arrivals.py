@@ -17,9 +17,10 @@ Call by call, on the thread that runs backward unless a line names another one:
 6. `OptimizerStep.speculative`, `deferred` or `serial`: which one runs, `StepScheduler._begin_step` chooses.
    `StateStore.stage` reads values on SSDs to staging memory.
 7. `StepScheduler.closure`, when a closure has ended that clips, or `StepScheduler.end`, on the training thread at
-   `optimizer.step`: `GradScaleDecision.decide` has the scale written to the host, and the thread `d2h-done` completes its future, for which a deferred step waits, and with whose scale a
-   speculative one is compared. None skips the step. The scale precedes copies of gradients that were issued before: a
-   deferred step then waits for those of its own gradient.
+   `optimizer.step`: `GradScaleDecision.decide` has the scale written to the host, and the thread `d2h-done` completes
+   its future, for which a deferred step waits, and with whose scale a speculative one is compared. None skips the step.
+   The scale precedes copies of gradients that were issued before: a deferred step then waits for those of its own
+   gradient.
 8. `OptimizerStep._make`, on the thread `cpu-optimizer`: `FlatOptimizer` computes the new values.
 9. `OptimizerStep._end`, on the thread that completes the last of copy, scale and computation: `StateStore.commit` makes
    the new values the present ones. The step's future is done then, and `Gradient.host_grad` may be copied to again.
