@@ -84,31 +84,30 @@ class CopyEngine(ABC):
             awaited: as in `mark`, for the returned mark.
         """
 
-    def d2h_each(
-        self, sources: Sequence[Tensor], dst: Tensor, starts: Sequence[int], after: Mark, *, awaited: bool = False
-    ) -> Mark:
-        """Copies several tensors to host bytes `dst`, as `d2h` does, and returns one mark, of the last copy.
+    def d2h_each(self, sources: Sequence[Tensor], dst: Tensor, starts: Sequence[int], *, awaited: bool = False) -> Mark:
+        """Copies several tensors to host bytes `dst`, and returns one mark, of the last copy.
+
+        The copies wait for all work issued on the compute stream so far, as those of `d2h` do without `after`.
 
         Args:
             sources: tensors on the device, at least one, each dense (its elements are in memory without gaps).
             dst: host bytes.
             starts: offset of each tensor's bytes in `dst`.
-            after: as in `d2h`.
             awaited: as in `d2h`.
         """
         mark: Mark = None
         for src, start in zip(sources, starts, strict=True):
             data = src.as_strided((src.numel(),), (1,)).view(torch.uint8)
             last = awaited and src is sources[-1]
-            mark = self.d2h(data, dst[start : start + data.numel()], after, awaited=last)
+            mark = self.d2h(data, dst[start : start + data.numel()], None, awaited=last)
         return mark
 
     def mapped(self, host: Tensor) -> Tensor:
-        """Returns page-locked host bytes as a tensor on the device, whose kernels write them over PCIe.
+        """Returns a tensor on the device whose memory is the page-locked bytes `host`: kernels write them over PCIe.
 
-        What a kernel writes is on the host when a later mark of its stream is reached. So a few bytes arrive before
-        copies that were issued earlier: those are made in the order of their issue, whatever their streams. The caller
-        keeps `host` alive.
+        The host can read the bytes that a kernel has written once a mark is reached that was recorded after the kernel.
+        The device makes copies to the host one after the other, whatever their streams: a copy of a few bytes would
+        wait for all copies that were issued before it, and a kernel does not. The caller keeps `host` alive.
         """
         return host
 
@@ -232,14 +231,12 @@ class CUDACopyEngine(CopyEngine):
     def d2h(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
         return self._out.copy([(dst.data_ptr(), src.data_ptr(), src.numel())], after, awaited)
 
-    def d2h_each(
-        self, sources: Sequence[Tensor], dst: Tensor, starts: Sequence[int], after: Mark, *, awaited: bool = False
-    ) -> Mark:
+    def d2h_each(self, sources: Sequence[Tensor], dst: Tensor, starts: Sequence[int], *, awaited: bool = False) -> Mark:
         first = dst.data_ptr()
         spans = [
             (first + start, source.data_ptr(), source.nbytes) for source, start in zip(sources, starts, strict=True)
         ]
-        return self._out.copy(spans, after, awaited)
+        return self._out.copy(spans, None, awaited)
 
     def mapped(self, host: Tensor) -> Tensor:
         mapped = torch.as_tensor(_Mapped(host), device=self.device)
@@ -279,7 +276,7 @@ class CUDACopyEngine(CopyEngine):
 
 
 class _Mapped:
-    """Page-locked host bytes in the form of CUDA arrays of other libraries, which torch takes over without a copy."""
+    """Page-locked host bytes with the CUDA array interface, by which torch makes a tensor of them without a copy."""
 
     def __init__(self, host: Tensor) -> None:
         data = (host.data_ptr(), False)

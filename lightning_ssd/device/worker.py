@@ -22,7 +22,7 @@ from lightning_ssd.storage import PriorityQueue, Urgency
 from lightning_ssd.waits import watch
 
 Run = Callable[[], "Generator[Any, None, None] | Future[None] | None"]
-"""A job: a function, or a generator function that yields once. A job that returns a future ends with it."""
+"""A job: a function, or a generator function that yields once. A job that returns a future ends when that is done."""
 
 URGENT = -(2**62)
 """Priority of jobs that a thread or stream waits for."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from math import inf
 
-from lightning_ssd.planning.few_launches import checkpoint, free_tensors, free_units, keep_all
+from lightning_ssd.planning.few_launches import checkpoint, checkpoint_all, free_tensors, free_units, keep_all
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.papers import plan_fuyou, plan_lohan, plan_ssdtrain
@@ -279,7 +279,7 @@ class _Search:
         self.try_few_launches()
         if self.fixed is None and self._checkpointable and self._gpu_bytes < self.hardware.gpu_bytes:
             self._fill_room_of_largest()
-        plan = self.fastest.plan  # a narrower window leaves more room to the largest tensor
+        plan = self.fastest.plan  # a narrower window of prefetches leaves more memory to the largest tensor
         self.consider(replace(plan, window_bytes=plan.window_bytes // 2))
 
     def _fill_room_of_largest(self) -> None:
@@ -287,12 +287,11 @@ class _Search:
 
         They may save more time than mapping that tensor takes, as the states of a large embedding do.
         """
-        room = self._gpu_left + self.hardware.gpu_bytes - self._gpu_bytes
-        checkpointed = [self.model.units[index].name for index in self._checkpointable]
-        most = self._count_resident(room)
+        most = self._count_resident(self._gpu_left + self.hardware.gpu_bytes - self._gpu_bytes)
         for resident in sorted({min(self._count_resident(self._gpu_left) + 1, most), most}):
             parts = [PartPlan("gpu", "gpu")] * resident + list(self.fastest.plan.parts(self.model))[resident:]
-            self.consider(checkpoint(keep_all(self.fastest.plan.placed(self.model, parts)), checkpointed))
+            kept = keep_all(self.fastest.plan.placed(self.model, parts))
+            self.consider(checkpoint_all(self.model, kept) or kept)
 
     def consider_papers(self) -> None:
         """Simulates the plan of least memory and those of papers, but Teraio's."""
@@ -316,8 +315,7 @@ class _Search:
         for one in bases:
             kept = keep_all(one)
             placed = FixedPlacement.of(self.model, one).apply(self.model, by_rule)
-            checkpointed = [self.model.units[index].name for index in self._checkpointable]
-            for plan in (kept, checkpoint(kept, checkpointed), placed):
+            for plan in (kept, checkpoint_all(self.model, kept) or kept, placed):
                 self.consider(plan)
 
     def consider(self, plan: Plan) -> Prediction:

@@ -75,9 +75,9 @@ class RankMessages(Uncopied):
     Threads: any. `_lock` guards the fields below it; it is not held while futures complete. Futures complete, and run
     their callbacks, on the thread `ranks`, which receives; or on the calling thread if their messages have arrived.
 
-    Deadlocks: only the thread `ranks-sender` waits until a socket has room, for which the other rank's thread `ranks`
-    receives. The thread `ranks` waits for messages alone, because `post` queues them and callbacks wait for nothing. If
-    it receives no more of a rank, that rank's sender gets an error instead.
+    Deadlocks: only the thread `ranks-sender` waits until a socket has room. The thread `ranks` of the other rank makes
+    room by receiving, and waits for nothing but messages: `post` only queues them, and callbacks do not wait. If it has
+    to stop receiving from a rank, it closes that direction of the socket, so that sending ends with an error there.
 
     Args:
         rank: number of this rank.
@@ -205,7 +205,7 @@ class RankMessages(Uncopied):
         if self._failure is None:
             self.post(Topic.END, 0, 0, None, self.others)
         self._posted.put(None)
-        self._sender.join()  # while this rank receives: the other one may be sending, too
+        self._sender.join()  # before the thread `ranks` ends: another rank may wait for room, too, in order to end
         self._wake.send(None)
         self._thread.join()
         for one in (*self._connections.values(), self._wake, self._woken):
@@ -237,7 +237,7 @@ class RankMessages(Uncopied):
                     self._connections[rank].send_bytes(message)
                 except ConnectionError:
                     pass  # the rank has ended, which the receiving thread finds out, too
-                except Exception as error:  # such as for lack of memory; the thread would end, and others would wait
+                except Exception as error:  # e.g. MemoryError: if this thread ended, other ranks would wait for ever
                     self.fail(error)
 
     def _run(self) -> None:
@@ -252,7 +252,7 @@ class RankMessages(Uncopied):
                     if not self._receive(found.data):
                         selector.unregister(found.fileobj)
                         unread = socket.socket(fileno=found.fd)
-                        unread.shutdown(socket.SHUT_RD)  # the other rank, if it is alive, would wait to send more
+                        unread.shutdown(socket.SHUT_RD)  # otherwise the other rank may wait for room for ever
                         unread.detach()
 
     def _receive(self, rank: int) -> bool:

@@ -234,7 +234,7 @@ def _begin_end(noticed: threading.Event, failed: "Future[None]") -> None:
         if not noticed.wait(_END_SECONDS):
             try:
                 print(f"lightning_ssd: {failed.exception()}", file=sys.stderr, flush=True)
-            finally:  # also if nobody reads the output any more
+            finally:  # `print` fails if the process that read this one's output has ended
                 os._exit(1)
 
     for target, name in ((abort_process_groups, "abort"), (end, "failure")):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_ssd.device import Worker
-from lightning_ssd.futures import Future
+from lightning_ssd.futures import Future, finished
 from lightning_ssd.model_states.gradients.gradient import Gradient
 from lightning_ssd.model_states.optimizers.optimizers import make_flat_optimizer
 from lightning_ssd.model_states.optimizers.step_work import do_together
@@ -53,4 +53,5 @@ class Stepped:
             worker,
             lambda parameters, seconds: self.jobs.append(parameters),
             priority=0,
+            copied=lambda: finished(None),
         )

@@ -61,7 +61,7 @@ class GradScaleDecision:
     callbacks of `scale` (a deferred step begins, a speculative one is compared) run on that thread, too. It also sets
     `_speculated` and `_miss_rate`, which other threads read as whole values.
 
-    Ownership: each slot of `_host` belongs to the copy of a step's scale until that step's `scale` is done.
+    Ownership: each slot of `_host` belongs to the kernel that writes a step's scale, until that step's `scale` is done.
 
     Args:
         copies: copies of the device.
@@ -97,6 +97,7 @@ class GradScaleDecision:
         """On the device, 1.0 if a gradient was not finite."""
         self._host = Slab(self.SLOTS * _SLOT_BYTES, pin=copies.device.type == "cuda")
         self._mapped = copies.mapped(self._host.tensor)
+        """The same bytes as a tensor on the device."""
         self._in_flight: deque[Future[float | None]] = deque()
         """`scale` of the last steps, each of which has a slot of `_host`."""
         self._slot = 0
@@ -232,11 +233,11 @@ class GradScaleDecision:
             if len(self._in_flight) == self.SLOTS:
                 wait_for_all([self._in_flight.popleft()], "the scale of gradients")
             self._in_flight.append(decided)
-            slot, mapped = (
-                memory[self._slot * _SLOT_BYTES :][:_SLOT_BYTES] for memory in (self._host.tensor, self._mapped)
-            )
+            place = slice(self._slot * _SLOT_BYTES, (self._slot + 1) * _SLOT_BYTES)
+            slot = self._host.tensor[place]
             self._slot = (self._slot + 1) % self.SLOTS
-            torch.bitwise_or(data.view(torch.uint8), 0, out=mapped)  # a kernel, where `copy_` is a copy among others
+            # A kernel writes the slot. `copy_` would issue a copy, which waits for those of the gradients.
+            torch.bitwise_or(data.view(torch.uint8), 0, out=self._mapped[place])
             mark = self._copies.mark(awaited=True)
             self.reset_checks()
         except BaseException as error:  # jobs wait for the scale, and the end of training for the jobs

@@ -433,7 +433,7 @@ class Gradient:
         """
         size, views = self._flat.dtype.itemsize, self._flat.param_views
         starts = [views[index].start * size for index in values]
-        return copies.d2h_each(list(values.values()), self._bytes, starts, None, awaited=awaited)
+        return copies.d2h_each(list(values.values()), self._bytes, starts, awaited=awaited)
 
     def add(self, arrived: list[bool]) -> None:
         """Adds copied gradients to `accum` in fp32. Runs on the worker's thread."""

@@ -358,7 +358,7 @@ class GradientOffloader:
         return gradient.consumed if arrived is None else self._copies.on_d2h(gradient.mark)
 
     def copied(self, mark: Mark) -> "Future[None]":
-        """Returns a future that is done when a copy is, given its mark: mostly at once. Any thread may call."""
+        """Returns a future that is done when the mark of a copy is reached. Any thread may call."""
         return finished(None) if self._copies.reached(mark) else self._copies.on_d2h(mark)
 
     @contextlib.contextmanager

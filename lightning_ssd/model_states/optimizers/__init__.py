@@ -28,7 +28,7 @@ from lightning_ssd.model_states.optimizers.optimizers import (
     WholeOptimizer,
     is_adam,
     make_flat_optimizer,
-    only_begins_with_closure,
+    runs_closure_first,
 )
 from lightning_ssd.model_states.optimizers.rank_mean import RankMean
 from lightning_ssd.model_states.optimizers.step_work import StepWork, do_together

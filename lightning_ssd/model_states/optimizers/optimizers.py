@@ -545,7 +545,7 @@ def is_adam(optimizer: Optimizer) -> bool:
     return registered_class(type(optimizer)) in (torch.optim.AdamW, torch.optim.Adam)
 
 
-def only_begins_with_closure(optimizer: Optimizer) -> bool:
+def runs_closure_first(optimizer: Optimizer) -> bool:
     """Returns whether `step` calls its closure first and once, and changes no gradients after it."""
     return is_adam(optimizer) or registered_class(type(optimizer)) is torch.optim.SGD
 

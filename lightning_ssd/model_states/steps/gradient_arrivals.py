@@ -8,19 +8,19 @@ Call by call, on the thread that runs backward unless a line names another one:
 3. `GradientOffloader.offload`: copies to host memory of the flat parameter's gradients, which `Gradient.on_device` owns
    until then. It is called when 64 MiB of gradients wait, for the flat parameter's last one, or when backward ends. The
    copies own the host memory until their mark is reached, `Gradient.mark`. `CopiesInFlight` owns the device memory
-   until the compute stream waits for the mark: when there are more than 192 MiB of it, or when backward ends; at
-   `optimizer.step` if a scale is to be decided there, which would wait for these copies.
+   until the compute stream waits for the mark: when there are more than 192 MiB of it, or when backward ends. If the
+   scale is not decided then, the stream waits in `StepScheduler.end`: before that, the scale would wait for the copies.
 4. `StepScheduler.submit`, after the flat parameter's last gradient, if no user code may read it before the step:
    evicts the weights. Otherwise `StepScheduler.end_backward`, or `StepScheduler.end` at `optimizer.step`, calls it.
 5. `GradientOffloader.hand_over` in `submit`: the step owns the gradient and the stored values from now on, until its
    future is done. Where steps accumulate, the worker sums the gradient in fp32 first.
 6. `OptimizerStep.speculative`, `deferred` or `serial`: which one runs, `StepScheduler._begin_step` chooses.
    `StateStore.stage` reads values on SSDs to staging memory.
-7. `StepScheduler.closure`, when a closure has ended that clips, or `StepScheduler.end`, on the training thread at
-   `optimizer.step`: `GradScaleDecision.decide` has the scale written to the host, and the thread `d2h-done` completes
-   its future, for which a deferred step waits, and with whose scale a speculative one is compared. None skips the step.
-   The scale precedes copies of gradients that were issued before: a deferred step then waits for those of its own
-   gradient.
+7. `StepScheduler.closure`, after the closure of an optimizer that runs it first, or `StepScheduler.end`, on the
+   training thread at `optimizer.step`: `GradScaleDecision.decide` has the scale written to the host, and the thread
+   `d2h-done` completes its future, for which a deferred step waits, and with whose scale a speculative one is compared.
+   None skips the step. The scale precedes copies of gradients that were issued before: a deferred step then waits for
+   those of its own gradient.
 8. `OptimizerStep._make`, on the thread `cpu-optimizer`: `FlatOptimizer` computes the new values.
 9. `OptimizerStep._end`, on the thread that completes the last of copy, scale and computation: `StateStore.commit` makes
    the new values the present ones. The step's future is done then, and `Gradient.host_grad` may be copied to again.

@@ -62,8 +62,8 @@ class OptimizerStep:
         worker: runs the jobs.
         count: called after each job with the parameters stepped and the seconds that it took.
         priority: priority of the jobs and their reads; the lowest goes first.
-        opt_state_priority: priority of the second job of a step in two halves.
         copied: called when the scale is known; returns a future that is done when the gradient is in host memory.
+        opt_state_priority: priority of the second job of a step in two halves.
         autocast: dtype of matrix products of the optimizer, if `optimizer.step` is called within autocast, as in manual
             optimization; None: it is not.
     """
@@ -78,8 +78,8 @@ class OptimizerStep:
     worker: Worker
     count: Callable[[int, float], None]
     priority: int
+    copied: "Callable[[], Future[None]]"
     opt_state_priority: int = 0
-    copied: "Callable[[], Future[None]]" = lambda: finished(None)
     autocast: torch.dtype | None = None
 
     def speculative(self, speculated: float, on_host: "Future[None]", ready: "Sequence[Future[None]]") -> Submitted:

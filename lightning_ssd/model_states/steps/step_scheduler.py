@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from lightning_ssd.device import WorkCounter, Worker
 from lightning_ssd.futures import Future, all_of, finished, then
 from lightning_ssd.model_states.gradients import GradientOffloader, GradientState, GradScaleDecision
-from lightning_ssd.model_states.optimizers import GroupOptions, only_begins_with_closure, parameters_of
+from lightning_ssd.model_states.optimizers import GroupOptions, parameters_of, runs_closure_first
 from lightning_ssd.model_states.placement import Setup
 from lightning_ssd.model_states.steps.gradient_clipping import GradientClipping
 from lightning_ssd.model_states.steps.rank_steps import RankSteps
@@ -34,8 +34,6 @@ from lightning_ssd.model_states.stores import StagedFlats
 from lightning_ssd.model_states.units import FlatParameter, SharedMemory
 from lightning_ssd.model_states.weights import OffloadedModel, ParamPrefetcher
 from lightning_ssd.waits import wait_for, wait_for_all
-
-_AT_ONCE = partial(finished, None)
 
 
 class StepScheduler:
@@ -162,13 +160,13 @@ class StepScheduler:
         yield
         self.note_options(optimizer)
         if self._running.optimizer is optimizer and self.has_submitted and self._is_decided_by_closure(optimizer):
-            # The jobs need not wait until the device has stepped its own parameters.
+            # If `end` decided, the scale would wait until the device has stepped parameters that are not offloaded.
             self._decision.decide(self._clipping.pending(optimizer).scale)
 
     def _is_decided_by_closure(self, optimizer: Optimizer) -> bool:
         """Whether the gradient scale of a step is known when its closure has ended."""
         later = self._running.defer_to_user_hooks or self._decision.loss_scaled or self._ranks is not None
-        return not later and only_begins_with_closure(optimizer)
+        return not later and runs_closure_first(optimizer)
 
     def overlaps(self, flat: FlatParameter) -> bool:
         """Whether the step of `flat` may be submitted while backward runs."""
@@ -216,8 +214,7 @@ class StepScheduler:
         arrived = self._gradients.hand_over(flat)
         speculated = self._decision.speculated  # once: the end of an earlier step may change it
         waits = arrived is not None and speculated is None and not self._decision.decided and self._ranks is None
-        # A future of each copy would cost time in backward. When the scale is known, most copies are made.
-        copied = partial(self._gradients.copied, gradient.mark) if waits else _AT_ONCE
+        # A future of each copy would cost time in backward: a step that waits for the scale asks `copied` then.
         on_host = finished(None) if waits else self._gradients.on_host(flat, arrived)
         limit = self._running.limit
         reduced = self._running.defer_to_user_hooks
@@ -249,7 +246,7 @@ class StepScheduler:
             self._priorities[flat],
             # The second part is made when all weights are, and first of the unit whose gradients arrive first.
             opt_state_priority=2 * len(self._priorities) - self._priorities[flat],
-            copied=copied,
+            copied=partial(self._gradients.copied, gradient.mark),
             autocast=torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None,
         )
         self.history.submit(flat)
@@ -273,8 +270,9 @@ class StepScheduler:
     ) -> Submitted:
         """Begins a step, speculatively, or when the scale is known, and all of `ready` are done.
 
-        `on_host` is done when the gradient is in host memory; at once if the step looks at its copy when the scale is
-        known. Returns the futures of the compute weights and of the whole step.
+        `on_host` is done when the gradient is in host memory; or it is done already, and the step calls
+        `OptimizerStep.copied` when the scale is known. Returns the futures of the compute weights and of the whole
+        step.
         """
         # A step that is not committed must not change the values or the gradient. That of several ranks is their mean.
         kept = step.arrived is not None or (self._ranks is not None and not self._running.defer_to_user_hooks)
@@ -306,7 +304,7 @@ class StepScheduler:
                 "`self.manual_backward(loss)` instead."
             )
         self._gradients.end_backward()
-        if self._decision.decided:  # else the scale would wait for the last copies: `end` does this
+        if self._decision.decided:  # Otherwise the scale would wait for these copies, and `end` releases their memory.
             self._gradients.in_flight.release()
         for flat, gradient in self._gradients.items():
             if any(gradient.arrived):
