@@ -107,7 +107,7 @@ def test_tensors_that_are_copied_at_once_have_one_mark() -> None:
     torch.cuda._sleep(10_000_000)
     sources[0].fill_(3.0)
     sources[1].t().copy_(values)
-    copies.wait(copies.d2h_each(sources, target, [64, 2**23 + 64], None))
+    copies.wait(copies.d2h_each(sources, target, [64, 2**23 + 64]))
     for source in sources:
         source.zero_()
     copies.drain()
