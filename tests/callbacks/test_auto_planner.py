@@ -16,6 +16,7 @@ from lightning_ssd import ActivationOffload, ModelProfiler, SSDOffloadStrategy
 from lightning_ssd.activations import OffloadAll, OffloadExcess
 from lightning_ssd.autoplan import plan_cycle
 from lightning_ssd.autoplan.profiled_steps import MAX_WAIT
+from lightning_ssd.autoplan.unplanned_checkpoints import UnplannedCheckpoints
 from lightning_ssd.callbacks import AutoPlanner
 from lightning_ssd.callbacks.find import find_offloader
 from lightning_ssd.model_states import StatesConfig
@@ -301,7 +302,7 @@ def test_the_log_does_not_say_that_memory_is_short_where_states_are_the_reason_f
     with caplog.at_level("INFO"):
         fit(tmp_path, [2] * 4, [], SSDOffloadStrategy(min_bytes=1, host_memory="64MiB"))
     assert "offload='auto': plans which saved tensors" in caplog.text
-    assert "offloaded model states may be moved" in caplog.text and "room" not in caplog.text
+    assert "offloaded model states may be moved.\n" in caplog.text and "room" not in caplog.text
 
 
 class Unknown(TinyGPT):
@@ -413,6 +414,18 @@ def test_one_line_names_the_outcome(
         fit(tmp_path, [2] * 12, [])
     assert len([line for line in caplog.messages if line.startswith("offload='auto': ")]) == 1
     assert f"offload='auto': {said}" in caplog.text
+
+
+def test_the_log_names_the_host_memory_of_steps_without_a_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That of saved tensors for which there is no room before units are checkpointed."""
+    monkeypatch.setattr(UnplannedCheckpoints, "checkpoint_all", lambda *_: None)
+    monkeypatch.setattr(UnplannedCheckpoints, "_lacks_room", lambda *_: False)
+    use(SHORT, monkeypatch)
+    with caplog.at_level("INFO"):
+        fit(tmp_path, [2] * 12, [])
+    assert "Until a plan is in force, those that are offloaded take " in caplog.text
 
 
 def test_compiled_code_that_was_compiled_before_is_not_traced(

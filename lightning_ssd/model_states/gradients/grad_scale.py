@@ -178,7 +178,8 @@ class GradScaleDecision:
         Returns:
             The factor that clips the offloaded gradients, as in `Clipping`; None: there are no gradients.
         """
-        known = [norms.get(parameter) for parameter in parameters]
+        device = self._copies.device
+        known = _on_device([norms.get(parameter) for parameter in parameters], device)
         resident = [
             parameter
             for parameter, norm in zip(parameters, known, strict=True)
@@ -186,14 +187,12 @@ class GradScaleDecision:
         ]
         grads = [parameter.grad for parameter in resident if parameter.grad is not None]
         here = dict(zip(resident, internals.foreach_norm(grads), strict=True)) if grads else {}
-        device = self._copies.device
         scale = None if unscale is None else unscale.squeeze(0)
 
         every: list[Tensor] = []
         dtypes: list[torch.dtype] = []
         for parameter, norm in zip(parameters, known, strict=True):
             if norm is not None:
-                norm = norm.to(device)
                 every.append(norm if scale is None else norm * scale)
                 dtypes.append(torch.float32)
             elif parameter in here:
@@ -282,6 +281,13 @@ def add_check(found: dict[torch.device, Tensor], flag: Tensor) -> None:
 def is_power_of_two(factor: float) -> bool:
     """Returns whether products with `factor` are exact, so that several factors may be multiplied first."""
     return math.frexp(factor)[0] == 0.5
+
+
+def _on_device(norms: Sequence[Tensor | None], device: torch.device) -> list[Tensor | None]:
+    """Returns norms on the device. One copy has all those in host memory: the host waits for the device in each."""
+    host = [norm for norm in norms if norm is not None and norm.device != device]
+    copied = iter(torch.stack(host).to(device).unbind() if host else ())
+    return [norm if norm is None or norm.device == device else next(copied) for norm in norms]
 
 
 def _grouped(dtypes: Sequence[torch.dtype], device: torch.device) -> list[int]:

@@ -138,9 +138,12 @@ class GradientOffloader:
         if gradient.arrived[index]:  # the second gradient in one backward, as with reentrant checkpointing
             self.accumulate(flat)
         if not any(gradient.arrived):
+            waits = self._pool is not None or not gradient.consumed.done()
+            issued = self._copies.mark() if waits else None
             begun = perf_counter()
             gradient.allocate(lambda: [other.consumed for other in self._gradients.values()])
-            self._waited += perf_counter() - begun
+            if self._copies.reached(issued):  # else the device still computes what was issued before
+                self._waited += perf_counter() - begun
         gradient.arrive(index, grad, is_sum=is_sum)
 
     def complete(self, flat: FlatParameter) -> bool:
@@ -330,7 +333,7 @@ class GradientOffloader:
                 self.accumulate(flat)
 
     def pop_waited(self) -> float:
-        """Returns the seconds that backward has waited for earlier steps to free host memory, and resets them."""
+        """Returns the seconds that the device has waited for earlier steps to free host memory, and resets them."""
         waited, self._waited = self._waited, 0.0
         return waited
 

@@ -165,7 +165,7 @@ class StepScheduler:
 
     def _is_decided_by_closure(self, optimizer: Optimizer) -> bool:
         """Whether the gradient scale of a step is known when its closure has ended."""
-        later = self._running.defer_to_user_hooks or self._decision.loss_scaled or self._ranks is not None
+        later = self._running.defer_to_user_hooks or self._decision.loss_scaled
         return not later and runs_closure_first(optimizer)
 
     def overlaps(self, flat: FlatParameter) -> bool:

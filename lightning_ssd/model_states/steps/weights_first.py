@@ -20,7 +20,7 @@ class WeightsFirst:
 
     WAITED = 0.02
     """Share of a step's time that training may wait."""
-    DOWN, UP = 0.25, 0.05
+    DOWN, UP = 0.1, 0.05
     """Changes of the share of units after a step."""
 
     def __init__(self, units: int) -> None:

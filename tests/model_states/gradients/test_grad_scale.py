@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd import torch_internals as internals
@@ -56,6 +57,26 @@ def test_scales_of_many_steps_may_be_in_flight_at_once() -> None:
         copied.set_result(None)
     assert [factor.result() for factor in factors] == pytest.approx([1 / norm for norm in norms], rel=1e-4)
     gate.close()
+
+
+def test_norms_in_host_memory_are_copied_to_the_device_at_once() -> None:
+    """The host waits for the device in each copy, and a model of several ranks has a norm for each parameter."""
+    copied: list[int] = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._to_copy.default:
+                copied.append(args[0].numel())
+            return func(*args, **kwargs or {})
+
+    gate = GradScaleDecision(CPUCopyEngine(CPU), clip="deferred", needs_norm=True, loss_scaled=False)
+    gate._copies = CPUCopyEngine(torch.device("meta"))  # a device without a driver
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(3)]
+    here = torch.ones((), device="meta")
+    with Copies():
+        gate.clip(parameters, dict(zip(parameters, (torch.tensor(2.0), here, torch.tensor(3.0)), strict=True)), 1.0)
+    gate.close()
+    assert copied == [2]
 
 
 def test_a_slot_of_a_scale_is_used_again_after_the_scale_was_read(monkeypatch: pytest.MonkeyPatch) -> None:

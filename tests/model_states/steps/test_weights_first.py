@@ -7,7 +7,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch import Tensor
 
+from lightning_ssd.device import CPUCopyEngine
+from lightning_ssd.futures import Future
+from lightning_ssd.model_states import build
+from lightning_ssd.model_states.gradients import gradient, gradient_offload
+from lightning_ssd.model_states.gradients.gradient_offload import GradientOffloader
 from lightning_ssd.model_states.optimizers.adam import any_kernel
 from lightning_ssd.model_states.steps import step_scheduler, weights_first
 from lightning_ssd.model_states.steps.step import OptimizerStep
@@ -15,7 +21,7 @@ from lightning_ssd.model_states.steps.weights_first import WeightsFirst
 from tests.support.compare import assert_same
 from tests.support.models import Model
 from tests.support.products import combinations
-from tests.support.states import offloading, train
+from tests.support.states import STEPS, offloading, train
 
 
 def test_the_share_of_units_follows_the_time_that_backward_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,9 +34,10 @@ def test_the_share_of_units_follows_the_time_that_backward_waits(monkeypatch: py
 
     share.note(0.5)  # the begin of the first step is unknown
     assert covered() == 8
-    share.note(0.5)
-    assert covered() == 6
     for _ in range(3):
+        share.note(0.5)
+    assert covered() == 6
+    for _ in range(8):
         share.note(0.5)
     assert covered() == 0
     for _ in range(20):
@@ -61,8 +68,53 @@ def test_units_have_whole_steps_if_other_code_waits_for_them(
                 trainer.strategy.model_states.drain()
 
     monkeypatch.setattr(WeightsFirst, "note", noted)
-    train(tmp_path, offloading(clip="deferred"), Model(), gradient_clip_val=0.5, callbacks=[Reads()], max_epochs=1)
+    train(tmp_path, offloading(clip="deferred"), Model(), gradient_clip_val=0.5, callbacks=[Reads()])
     assert covered[0] and covered[-1] != drains
+
+
+class Device(CPUCopyEngine):
+    """A device that has computed everything that was issued, or is behind the host."""
+
+    is_behind = False
+
+    def mark(self, *, awaited: bool = False) -> Any:
+        return object()
+
+    def reached(self, mark: Any) -> bool:
+        return mark is None or not self.is_behind
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_wait_counts_if_the_device_has_nothing_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behind: bool, shared: bool
+) -> None:
+    """Whatever the host waits for: an earlier step of the flat parameter, which is held here, or shared memory."""
+    clock = itertools.count(0.0, 1.0)
+    monkeypatch.setattr(gradient_offload, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(build, "make_copy_engine", Device)
+    monkeypatch.setattr(Device, "is_behind", behind)
+    held: list[Future[None]] = []
+    waited: list[float] = []
+    wait_for, receive, note = gradient.wait_for, GradientOffloader.receive, WeightsFirst.note
+
+    def received(gradients: GradientOffloader, flat: Any, index: int, grad: Tensor) -> None:
+        if gradients[flat].consumed.done():
+            held.append(Future())
+            gradients[flat].consumed = held[-1]
+        receive(gradients, flat, index, grad)
+
+    def waiting(future: "Future[None]", work: str) -> None:
+        if held and future is held[-1]:
+            held.pop().set_result(None)
+        wait_for(future, work)
+
+    monkeypatch.setattr(gradient, "wait_for", waiting)
+    monkeypatch.setattr(GradientOffloader, "receive", received)
+    monkeypatch.setattr(WeightsFirst, "note", lambda share, seconds: (waited.append(seconds), note(share, seconds)))
+    strategy = offloading("ssd" if shared else "host", clip="deferred")
+    train(tmp_path, strategy, Model(), gradient_clip_val=0.5, max_epochs=1)
+    assert len(waited) == STEPS and (sum(waited) > 0) != behind
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:
