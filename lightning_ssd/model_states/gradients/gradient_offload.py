@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_ssd import torch_internals as internals
 from lightning_ssd.device import CopyEngine, Mark, Worker
-from lightning_ssd.futures import Future, finished
+from lightning_ssd.futures import Future, finished, then
 from lightning_ssd.model_states.gradients.copies_in_flight import CopiesInFlight
 from lightning_ssd.model_states.gradients.grad_scale import GradScaleDecision
 from lightning_ssd.model_states.gradients.gradient import Gradient, GradientPool, GradientState
@@ -138,13 +138,20 @@ class GradientOffloader:
         if gradient.arrived[index]:  # the second gradient in one backward, as with reentrant checkpointing
             self.accumulate(flat)
         if not any(gradient.arrived):
-            waits = self._pool is not None or not gradient.consumed.done()
-            issued = self._copies.mark() if waits else None
-            begun = perf_counter()
-            gradient.allocate(lambda: [other.consumed for other in self._gradients.values()])
-            if self._copies.reached(issued):  # else the device still computes what was issued before
-                self._waited += perf_counter() - begun
+            self._waited += self._allocate(gradient)
         gradient.arrive(index, grad, is_sum=is_sum)
+
+    def _allocate(self, gradient: Gradient) -> float:
+        """Allocates host memory for a gradient. Returns the seconds in which the device has nothing to do meanwhile.
+
+        The host waits earlier than the device does, which still computes what was issued before.
+        """
+        idle: Future[float] | None = None
+        if self._pool is not None or not gradient.consumed.done():
+            issued = self._copies.on_d2h(self._copies.mark(awaited=True))
+            idle = then(issued, lambda _: finished(perf_counter()))
+        gradient.allocate(lambda: [other.consumed for other in self._gradients.values()])
+        return perf_counter() - idle.result() if idle is not None and idle.done() else 0.0
 
     def complete(self, flat: FlatParameter) -> bool:
         """Returns True if the running backward is known to accumulate no further gradient of `flat`."""

@@ -7,9 +7,9 @@ class WeightsFirst:
     """Chooses the share of units whose deferred steps are made in two parts, which does not change numbers.
 
     The next forward waits for the first parts only: it begins sooner if more units have two parts. But the second parts
-    cost CPU time, and training waits for those that are not made in time: backward when its gradients arrive, and other
-    code such as a callback that reads the weights after every step. So the share is reduced after a step in which
-    training waited, and raised after others. The first units of the forward are the first to have two parts, because
+    cost CPU time, and training waits for those that are not made in time: backward when its gradients arrive, until
+    which the device has nothing more to do, and other code such as a callback that reads the weights after every step.
+    So the share is reduced after a step in which training waited, and raised after others. The first units of the forward are the first to have two parts, because
     the gradients of the last units arrive first.
 
     Threads: the training thread, or autograd's while that waits.

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_ssd.device import CPUCopyEngine
+from lightning_ssd.device import CPUCopyEngine, Mark
 from lightning_ssd.futures import Future
 from lightning_ssd.model_states import build
 from lightning_ssd.model_states.gradients import gradient, gradient_offload
@@ -73,15 +73,12 @@ def test_units_have_whole_steps_if_other_code_waits_for_them(
 
 
 class Device(CPUCopyEngine):
-    """A device that has computed everything that was issued, or is behind the host."""
+    """A device that has computed everything that was issued, or, while a gradient is received, is behind the host."""
 
     is_behind = False
 
-    def mark(self, *, awaited: bool = False) -> Any:
-        return object()
-
-    def reached(self, mark: Any) -> bool:
-        return mark is None or not self.is_behind
+    def on_d2h(self, mark: Mark) -> "Future[None]":
+        return Future() if self.is_behind else super().on_d2h(mark)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -93,7 +90,6 @@ def test_a_wait_counts_if_the_device_has_nothing_to_do(
     clock = itertools.count(0.0, 1.0)
     monkeypatch.setattr(gradient_offload, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(build, "make_copy_engine", Device)
-    monkeypatch.setattr(Device, "is_behind", behind)
     held: list[Future[None]] = []
     waited: list[float] = []
     wait_for, receive, note = gradient.wait_for, GradientOffloader.receive, WeightsFirst.note
@@ -102,7 +98,9 @@ def test_a_wait_counts_if_the_device_has_nothing_to_do(
         if gradients[flat].consumed.done():
             held.append(Future())
             gradients[flat].consumed = held[-1]
+        monkeypatch.setattr(Device, "is_behind", behind)
         receive(gradients, flat, index, grad)
+        monkeypatch.setattr(Device, "is_behind", False)
 
     def waiting(future: "Future[None]", work: str) -> None:
         if held and future is held[-1]:
