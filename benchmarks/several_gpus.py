@@ -12,25 +12,26 @@ Modes:
   ddp      Lightning's own `ddp`, everything on the GPUs
   fits     `ssd_offload` with `states="gpu"`: torch's DDP, the same activations
   host     `states="host"`: one copy of the states in host memory for all GPUs
+  default  `ssd_offload` with default arguments
   deepspeed, fsdp  the peers of `rank_peers`
 Options:
   clip             gradients are clipped to norm 1
   batch=N          sequences a GPU in a micro-batch (default: 16)
   tokens=N         tokens of a sequence (default: 1024)
-  gpu=GIB          memory of each GPU that may be used (default: 24 with `host` and peers, else all)
+  gpu=GIB          memory of each GPU that may be used (default: 24 with `host`, `default` and peers, else all)
   resident=GIB     memory of each GPU for weights and states that stay there, of `host` (default: none stay)
   warm-up=N, steps=N
 
 `--out` is written after each measured step; SIGTERM ends all, and prints the table.
 
-Gradient checkpointing, AdamW. With `host`, weights are in bf16 with fp32 master weights (`bf16-true`); else
-`bf16-mixed`. Step: the median time from one step's begin to the next on rank 0, after its GPU has ended the step
+Gradient checkpointing, AdamW. With `host` and `default`, weights are in bf16 with fp32 master weights (`bf16-true`);
+else `bf16-mixed`. Step: the median time from one step's begin to the next on rank 0, after its GPU has ended the step
 before. GPU: the most that rank 0 has allocated after the warm-up. RAM: the largest decrease of the host's free memory
 since the processes began. Seconds of rank 0: `imports` from its start, `launch` until all processes are connected,
 `states` until the first batch, `first` step, `end` of fit. Results are printed as they come, so that a training that a
 limit ends has a row of the steps and seconds until then.
 
-Bound, of `host` with the `machine` of the same shape, batch and GPUs: the largest of these seconds.
+Bound, of `host` and `default` with the `machine` of the same shape, batch and GPUs: the largest of these seconds.
 
   compute   forward and backward
   DRAM      the least bytes a parameter that cross the host's memory, by the faster one of two rates, a copy's and the
@@ -73,7 +74,7 @@ def parse(text: str) -> dict[str, Any]:
         "steps": 8,
         "clip": 0,
         "resident": 0,
-        "gpu": 24 if mode in ("host", "deepspeed", "fsdp") else 0,
+        "gpu": 24 if mode in ("host", "default", "deepspeed", "fsdp") else 0,
     }
     for option in options:
         name, _, value = option.partition("=")
@@ -117,7 +118,7 @@ def train(case: dict[str, Any], devices: int, path: str) -> None:
         def configure_model(self) -> None:
             # The model is made on the GPU where it fits there; states in host memory are initialized unit by unit.
             if self.model is None:
-                with torch.device("meta" if case["mode"] == "host" else self.trainer.strategy.root_device):
+                with torch.device("meta" if case["mode"] in ("host", "default") else self.trainer.strategy.root_device):
                     super().configure_model()
 
         def configure_optimizers(self) -> Any:
@@ -179,7 +180,9 @@ def train(case: dict[str, Any], devices: int, path: str) -> None:
         torch.cuda.set_device(local)
         cap_gpu_memory(case["gpu"], local)
     strategy: Any = "ddp" if devices > 1 else "auto"
-    if case["mode"] != "ddp":
+    if case["mode"] == "default":
+        strategy = SSDOffloadStrategy(path)
+    elif case["mode"] != "ddp":
         states: Any = "gpu" if case["mode"] == "fits" else "auto" if case["resident"] else "host"
         gpu_memory = f"{case['resident']}GiB" if case["resident"] else "auto"
         strategy = SSDOffloadStrategy(path, offload="none", states=states, gpu_memory=gpu_memory)
@@ -187,7 +190,7 @@ def train(case: dict[str, Any], devices: int, path: str) -> None:
     trainer = pl.Trainer(
         accelerator="gpu" if cuda else "cpu",
         devices=devices,
-        precision="bf16-true" if case["mode"] == "host" else "bf16-mixed",
+        precision="bf16-true" if case["mode"] in ("host", "default") else "bf16-mixed",
         strategy=strategy,
         max_epochs=1,
         callbacks=[times],
@@ -274,7 +277,7 @@ def bound_of(name: str, results: dict[str, dict[str, Any]]) -> tuple[str, float]
         other_text, _, of_devices = other.rpartition(" x")
         measured = parse(other_text)
         alike = of_devices == devices and all(measured[key] == case[key] for key in same)
-        if case["mode"] == "host" and measured["mode"] == "machine" and alike and "dram" in rates:
+        if case["mode"] in ("host", "default") and measured["mode"] == "machine" and alike and "dram" in rates:
             found = bounds(case, rates, int(devices))
             return max(found.items(), key=lambda item: item[1])
     return None
