@@ -84,8 +84,7 @@ class GradientOffloader:
         self._waiting_bytes = 0
         self._stream: int | None = None
         """The compute stream of the backward's last gradient."""
-        self._waited = dict.fromkeys(gradients, 0.0)
-        """Seconds that the device has waited for the last step of each flat parameter, since `pop_waited`."""
+        self._waited = 0.0
 
     def __getitem__(self, flat: FlatParameter) -> Gradient:
         """Returns the gradient of a flat parameter."""
@@ -139,7 +138,7 @@ class GradientOffloader:
         if gradient.arrived[index]:  # the second gradient in one backward, as with reentrant checkpointing
             self.accumulate(flat)
         if not any(gradient.arrived):
-            self._waited[flat] += self._allocate(gradient)
+            self._waited += self._allocate(gradient)
         gradient.arrive(index, grad, is_sum=is_sum)
 
     def _allocate(self, gradient: Gradient) -> float:
@@ -148,7 +147,7 @@ class GradientOffloader:
         The host waits earlier than the device does, which still computes what was issued before.
         """
         idle: Future[float] | None = None
-        if not gradient.consumed.done():
+        if self._pool is not None or not gradient.consumed.done():
             issued = self._copies.on_d2h(self._copies.mark(awaited=True))
             idle = then(issued, lambda _: finished(perf_counter()))
         gradient.allocate(lambda: [other.consumed for other in self._gradients.values()])
@@ -340,9 +339,9 @@ class GradientOffloader:
             if any(gradient.arrived):
                 self.accumulate(flat)
 
-    def pop_waited(self, flat: FlatParameter) -> float:
-        """Returns the seconds that the device has waited for the last step of `flat`, and resets them."""
-        waited, self._waited[flat] = self._waited[flat], 0.0
+    def pop_waited(self) -> float:
+        """Returns the seconds that the device has waited for earlier steps to free host memory, and resets them."""
+        waited, self._waited = self._waited, 0.0
         return waited
 
     # ---- towards a step, or user code ----

@@ -98,10 +98,8 @@ class StepScheduler:
         self._clipping = clipping
         self._ranks = ranks
         self._weights_first = WeightsFirst(len(offloaded_units))
-        self._in_parts: set[FlatParameter] = set()
-        """Flat parameters whose last step is made in two parts; of several ranks, those that this rank owns."""
         self._waited = 0.0
-        """Seconds that backward and other code have waited for second parts, since the last `end`."""
+        """Seconds that other code has waited for whole steps, since the last `end`."""
         self._options = GroupOptions(offloaded.groups)
         self.history = StepHistory(offloaded)
         self._submitted: dict[FlatParameter, Future[None]] = {}
@@ -281,17 +279,12 @@ class StepScheduler:
         revertible = self._decision.scale.done() or (self._stores[flat].layout.versions == 2 and kept)
         if self._overlap == "naive":
             return step.serial([on_host, *ready])
-        waited = self._gradients.pop_waited(flat)
-        if flat in self._in_parts:  # else it was for a whole step, as of a slower rank, whatever the share of parts
-            self._waited += waited
-        self._in_parts.discard(flat)
         if speculated is not None and revertible:
             return step.speculative(speculated, on_host, ready)
-        weights_first = self._overlap == "optimized" and self._weights_first.covers(self._priorities[flat])
-        if weights_first:
-            self._in_parts.add(flat)
         return step.deferred(
-            [on_host, *ready, self._released], weights_first=weights_first, drop_second=self._decision.given_up
+            [on_host, *ready, self._released],
+            weights_first=self._overlap == "optimized" and self._weights_first.covers(self._priorities[flat]),
+            drop_second=self._decision.given_up,
         )
 
     def end_backward(self, *, by_user: bool = False) -> None:
@@ -346,7 +339,7 @@ class StepScheduler:
         self._gradients.in_flight.release()
         self._check_memory_is_stepped_once(optimizer)
         self._submit_remaining(optimizer)
-        self._weights_first.note(self._waited)
+        self._weights_first.note(self._gradients.pop_waited() + self._waited)
         self._waited = 0.0
         submitted = self._finish_step()
         self._running.end()
