@@ -142,12 +142,12 @@ class GradientOffloader:
         gradient.arrive(index, grad, is_sum=is_sum)
 
     def _allocate(self, gradient: Gradient) -> float:
-        """Allocates host memory for a gradient. Returns the seconds in which the device has nothing to do meanwhile.
+        """Allocates host memory for a gradient. Returns the seconds that the device waits for the last step meanwhile.
 
         The host waits earlier than the device does, which still computes what was issued before.
         """
         idle: Future[float] | None = None
-        if self._pool is not None or not gradient.consumed.done():
+        if not (gradient.accumulating or gradient.consumed.done()):
             issued = self._copies.on_d2h(self._copies.mark(awaited=True))
             idle = then(issued, lambda _: finished(perf_counter()))
         gradient.allocate(lambda: [other.consumed for other in self._gradients.values()])
@@ -340,7 +340,7 @@ class GradientOffloader:
                 self.accumulate(flat)
 
     def pop_waited(self) -> float:
-        """Returns the seconds that the device has waited for earlier steps to free host memory, and resets them."""
+        """Returns the seconds that the device has waited for steps to free memory of gradients, and resets them."""
         waited, self._waited = self._waited, 0.0
         return waited
 

@@ -99,7 +99,7 @@ class StepScheduler:
         self._ranks = ranks
         self._weights_first = WeightsFirst(len(offloaded_units))
         self._waited = 0.0
-        """Seconds that other code has waited for whole steps, since the last `end`."""
+        """Seconds that other code has waited for steps, since the last `end`."""
         self._options = GroupOptions(offloaded.groups)
         self.history = StepHistory(offloaded)
         self._submitted: dict[FlatParameter, Future[None]] = {}
@@ -212,6 +212,7 @@ class StepScheduler:
         self._gradients.resume_stepped(flat)
         options = self._options.submit(flat)  # the step owns these
         arrived = self._gradients.hand_over(flat)
+        known = self._decision.scale.done()  # before it is read: the thread `d2h-done` may complete it in between
         speculated = self._decision.speculated  # once: the end of an earlier step may change it
         waits = arrived is not None and speculated is None and not self._decision.decided and self._ranks is None
         # A future of each copy would cost time in backward: a step that waits for the scale asks `copied` then.
@@ -249,6 +250,10 @@ class StepScheduler:
             copied=partial(self._gradients.copied, gradient.mark),
             autocast=torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None,
         )
+        # A step that is not committed must not change the values or the gradient. That of several ranks is their mean.
+        kept = arrived is not None or (self._ranks is not None and not reduced)
+        if not known and not (store.layout.versions == 2 and kept):
+            speculated = None
         self.history.submit(flat)
         if self._ranks is None or self._ranks.owns(flat):
             weights, done = self._begin_step(flat, step, speculated, on_host, ready)
@@ -268,18 +273,15 @@ class StepScheduler:
         on_host: "Future[None]",
         ready: "list[Future[Any]]",
     ) -> Submitted:
-        """Begins a step, speculatively, or when the scale is known, and all of `ready` are done.
+        """Begins a step with a scale that is known or speculated, or when it is known, and all of `ready` are done.
 
         `on_host` is done when the gradient is in host memory; or it is done already, and the step calls
         `OptimizerStep.copied` when the scale is known. Returns the futures of the compute weights and of the whole
         step.
         """
-        # A step that is not committed must not change the values or the gradient. That of several ranks is their mean.
-        kept = step.arrived is not None or (self._ranks is not None and not self._running.defer_to_user_hooks)
-        revertible = self._decision.scale.done() or (self._stores[flat].layout.versions == 2 and kept)
         if self._overlap == "naive":
             return step.serial([on_host, *ready])
-        if speculated is not None and revertible:
+        if speculated is not None:
             return step.speculative(speculated, on_host, ready)
         return step.deferred(
             [on_host, *ready, self._released],
@@ -484,7 +486,7 @@ class StepScheduler:
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Measures the time for which whole steps are waited for."""
+        """Measures the time for which steps are waited for."""
         begun = perf_counter()
         try:
             yield

@@ -36,7 +36,7 @@ class WeightsFirst:
         """Adapts the share to a step that has ended.
 
         Args:
-            waited: seconds that training has waited for whole steps since the last call.
+            waited: seconds since the last call that the device, in backward, or other code has waited for steps.
         """
         now = perf_counter()
         if self._noted is not None:

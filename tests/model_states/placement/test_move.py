@@ -15,15 +15,18 @@ from lightning.pytorch.loggers import Logger
 
 from lightning_ssd import OffloadMonitor, SSDOffloadStrategy
 from lightning_ssd.device import clock
-from lightning_ssd.model_states import StatesConfig, find_units
+from lightning_ssd.model_states import StatesConfig, build, find_units
+from lightning_ssd.model_states.gradients.grad_scale import GradScaleDecision
 from lightning_ssd.model_states.placement.unit_mover import UnitMover
 from lightning_ssd.model_states.units import units
 from lightning_ssd.model_states.units.units import PART_ELEMENTS
 from lightning_ssd.planning import HardwareProfile, Plan, UnitPlan
 from lightning_ssd.run import RunStates
 from lightning_ssd.storage import StorageError
+from lightning_ssd.waits import wait_for
 from tests.support.compare import assert_same
 from tests.support.faults import FaultyBackend
+from tests.support.late_device import LateEngines
 from tests.support.models import Model
 from tests.support.moves import GPU, HOST, SSD, TIERS, Mover, move
 from tests.support.plans import MACHINE, planner
@@ -50,6 +53,39 @@ def test_results_do_not_change(tmp_path: Path, accumulate: int, precision_clip: 
     mover = Mover(accumulate)
     assert_same(train(tmp_path, ssd(tmp_path, clip="deferred"), model, callbacks=[mover], **how), plain)
     assert mover.moves >= 3
+
+
+def test_a_scale_that_is_known_while_a_step_begins_is_not_taken_for_the_speculated_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread completes it. Values on SSDs that were moved there have one version: no step is made again."""
+    read = GradScaleDecision.speculated.fget  # type: ignore[attr-defined]
+
+    class StepsLater(Model):
+        """Steps begin when the scale is decided, as user code surrounds the optimizer's step."""
+
+        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            super().optimizer_step(*args, **kwargs)
+
+    class MovesAll(Mover):
+        def on_train_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+            trainer.strategy.states_owner.make_states_movable()
+
+    def reads(decision: GradScaleDecision) -> float | None:
+        speculated: float | None = read(decision)
+        if decision.decided:
+            wait_for(decision.scale, "the scale")
+        return speculated
+
+    monkeypatch.setattr(GradScaleDecision, "speculated", property(reads))
+    monkeypatch.setattr(build, "make_copy_engine", LateEngines)
+    model = StepsLater(lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+    how: Any = {"gradient_clip_val": 0.5, "max_epochs": 1, "batches": 4}
+    plain = train(tmp_path, "auto", model, **how)
+    mover = MovesAll(tiers=[SSD])
+    strategy = ssd(tmp_path, states="auto", offload="none", clip="speculative")
+    assert_same(train(tmp_path, strategy, model, callbacks=[mover], **how), plain)
+    assert mover.moves
 
 
 @pytest.mark.parametrize(

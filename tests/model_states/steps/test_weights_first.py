@@ -81,12 +81,11 @@ class Device(CPUCopyEngine):
         return Future() if self.is_behind else super().on_d2h(mark)
 
 
-@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("behind", [False, True])
 def test_a_wait_counts_if_the_device_has_nothing_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behind: bool, shared: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behind: bool
 ) -> None:
-    """Whatever the host waits for: an earlier step of the flat parameter, which is held here, or shared memory."""
+    """The host waits for an earlier step of the flat parameter, which is held here."""
     clock = itertools.count(0.0, 1.0)
     monkeypatch.setattr(gradient_offload, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(build, "make_copy_engine", Device)
@@ -110,7 +109,7 @@ def test_a_wait_counts_if_the_device_has_nothing_to_do(
     monkeypatch.setattr(gradient, "wait_for", waiting)
     monkeypatch.setattr(GradientOffloader, "receive", received)
     monkeypatch.setattr(WeightsFirst, "note", lambda share, seconds: (waited.append(seconds), note(share, seconds)))
-    strategy = offloading("ssd" if shared else "host", clip="deferred")
+    strategy = offloading(clip="deferred")
     train(tmp_path, strategy, Model(), gradient_clip_val=0.5, max_epochs=1)
     assert len(waited) == STEPS and (sum(waited) > 0) != behind
 
