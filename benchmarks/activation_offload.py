@@ -24,8 +24,8 @@ A T5 has 1024 tokens in its encoder and, as span corruption makes them, 229 in i
 that was allocated in the measured steps, less weights and gradients. Step time: from one `on_train_batch_start` to the
 next, on the GPU's clock; medians over steps, then over rounds; the spread is over rounds.
 
-Steps before the measured ones, unless `--warm-up` sets them for all modes: 30 of `planned`, which profiles and corrects
-its plan; 20 where the package adapts the offloaded share (`host`, `ssd`, `offload`, `slow-ssd`); 4 of the other modes,
+Steps before the measured ones, unless `--warm-up` sets them for all modes: 30 of `planned`, which is profiled first;
+20 where the package adapts the offloaded share (`host`, `ssd`, `offload`, `slow-ssd`); 4 of the other modes,
 which adapt nothing. A fit without offloading precedes the rounds of a shape: a GPU slows down as it gets warm.
 """
 

@@ -134,12 +134,12 @@ def find_planners(trainer: Any) -> tuple[AutoPlanner | None, PlanCycle | None]:
 
 
 def in_force(trainer: Any, batch_idx: int) -> bool:
-    """Returns whether there is a decision, and a plan is final if the decision is a plan."""
+    """Returns whether there is a decision, and a plan is in force if the decision is a plan."""
     auto, planner = find_planners(trainer)
     if batch_idx >= MOST_WARM_UP:
         return True
     if planner is not None:
-        return planner.stage == "final"
+        return not planner.measuring
     return auto is None or find_offloader(trainer) is None or not auto.decides or auto.outcome != "measuring"
 
 

@@ -39,7 +39,7 @@ SIZES = {
 TINY = {"tiny": (2, 2, 32), "small": (3, 2, 64)}
 MODES = ("keep", "recompute", "offload", "both")
 WARM_UP = {"offload": 30, "both": 30}
-"""Steps before the measured ones: `ssd_offload` profiles steps and corrects its plan first."""
+"""Steps before the measured ones: `ssd_offload` profiles steps first."""
 
 
 def train(case: dict[str, Any]) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class Sweep(pl.Callback):
     """Times SwapPlanner's plan, those of the coefficients, and SwapPlanner's plan again: a GPU changes its clock rate.
 
     Args:
-        planner: an earlier callback of the Trainer, which must not plan again.
+        planner: an earlier callback of the Trainer.
         coefficients: swap coefficients of the plans.
         steps: steps under each plan whose median is reported.
     """
@@ -171,7 +171,7 @@ def measure(text: str, path: Path, machine: HardwareProfile, steps: int) -> dict
     kind = BenchmarkGPT if setting["states"] == "gpu" else AdamGPT
     model = kind(50304, 1024, setting["hidden"], setting["layers"], max(1, setting["hidden"] // 128))
     budget = setting["gpu"] if setting["gpu"] == "auto" else f"{setting['gpu']}GiB"
-    planner = SwapPlanner(gpu_memory=budget, machine=path / "machine.json", tolerance=1e9)
+    planner = SwapPlanner(gpu_memory=budget, machine=path / "machine.json")
     sweep = Sweep(planner, COEFFICIENTS, steps)
     count = 20 + (len(COEFFICIENTS) + 4) * (steps + 4)  # more than there is to measure, which ends the training
     trainer = quiet_trainer("bf16-true", strategy_for(setting, path), count, [planner, sweep], path)

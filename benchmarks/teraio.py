@@ -54,8 +54,8 @@ WARM_UP = 3
 """Steps of the ideal case that are not measured."""
 
 COMPARISONS = 2
-"""Comparisons of the plan in force with measured steps, after which a case ends: before the second one, the first has
-corrected the prediction."""
+"""Comparisons of the plan in force with measured steps, after which a case ends: steps may become slower without a
+change of the plan."""
 
 MODELLED_DRIVE = 16e9
 """Bytes/s of the modelled drive, reads and writes together."""

@@ -4,7 +4,6 @@ import math
 import os
 import re
 import reprlib
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -62,14 +61,6 @@ def check_count(argument: str, value: object, least: int) -> None:
         raise TypeError(f"{show_argument(argument, value)} is no whole number. Give {least} or more.")
     if int(value) < least:
         raise ValueError(f"{show_argument(argument, value)} must be at least {least}.")
-
-
-def check_above_zero(argument: str, value: object, example: float) -> None:
-    """Raises a TypeError or ValueError that names the argument and an example, unless `value` is above 0 and finite."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{show_argument(argument, value)} is no number. Give one above 0, such as {example}.")
-    if value <= 0 or not value <= sys.float_info.max:  # an integer may be larger than any float
-        raise ValueError(f"{show_argument(argument, value)} must be above 0 and finite, such as {example}.")
 
 
 def parse_path(argument: str, value: object, example: str) -> Path:

@@ -117,7 +117,6 @@ KINDS: dict[str, tuple[str, ...]] = {
     "flag": ("progress_bar", "loggers"),
     "path": ("plan", "machine", "save", "path", "lifetimes", "folder"),
     "size": ("gpu_memory", "ssd_bytes_per_day", "window_bytes", "max_window_bytes", "endurance"),
-    "number": ("tolerance",),
     "word": ("planner",),
 }
 BUDGETS = ("gpu_memory", "ssd_bytes_per_day", "endurance")
@@ -127,7 +126,6 @@ LEGAL = {
     "flag": "True",
     "path": "Give a path such as '",
     "size": "GiB'",
-    "number": "0.",
     "word": "'lohan'",
 }
 """Text of a legal value, which the message shows."""
@@ -179,8 +177,8 @@ def _has_unit(value: Any) -> bool:
 
 def _is_legal(kind: str, argument: str, value: Any) -> bool:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if kind in ("count", "number"):
-        return number and value >= 0 and (kind == "number" or isinstance(value, int))
+    if kind == "count":
+        return number and value >= 0 and isinstance(value, int)
     if kind == "size":
         return (number or isinstance(value, str)) and (argument not in BUDGETS or _has_unit(value))
     legal = {"flag": isinstance(value, bool), "path": _is_path(value), "word": isinstance(value, str)}

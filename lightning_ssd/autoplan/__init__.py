@@ -1,4 +1,4 @@
-"""When to measure, plan, apply and correct. Knows a training by a small protocol, and no Lightning.
+"""When to measure, plan and apply. Knows a training by a small protocol, and no Lightning.
 
 The modules, by subject, in the order in which they are best read:
 
@@ -13,7 +13,7 @@ The modules, by subject, in the order in which they are best read:
 from lightning_ssd.autoplan.auto_plan import AutoPlan, Outcome
 from lightning_ssd.autoplan.obstacles import CompiledCode, compiled_units, obstacle_to_planning
 from lightning_ssd.autoplan.plan_cycle import PlanCycle
-from lightning_ssd.autoplan.plan_maker import TOLERANCE, PlanOptions
+from lightning_ssd.autoplan.plan_maker import PlanOptions
 from lightning_ssd.autoplan.plan_runner import COMPARED_STEPS, WARMUP_AFTER_CHANGE, Comparison, PlanRunner
 from lightning_ssd.autoplan.profiled_steps import ProfiledSteps
 from lightning_ssd.autoplan.protocol import MicroBatchPlanner, StatesOwner, Training

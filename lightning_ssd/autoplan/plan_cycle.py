@@ -1,4 +1,4 @@
-"""`PlanCycle`: the life of a plan of operators: measure, plan, apply, correct once.
+"""`PlanCycle`: the life of a plan of operators: measure, plan, apply.
 
 A training has these phases, in the order of the methods. All of them are called on the training thread.
 
@@ -7,8 +7,8 @@ A training has these phases, in the order of the methods. All of them are called
    (`_apply_calibration`). Where that does not fit, they offload all saved tensors.
 2. plan: `PlanMaker` makes a plan, for other tiers of model states if that is faster: then states are moved, once.
    `PlanRunner` applies it (`_decide`). If code is compiled again instead, there is no plan, and this object is closed.
-3. correct: measured steps correct the profile once (`_correct`). If the corrected profile has a better plan, it is
-   applied. Then the plan is final.
+3. compare: measured steps are compared with the prediction (`_compare`). If they exceed the limit of GPU memory, the
+   plan is made again.
 
 A micro-batch follows the row of the plan for its size (`_follow`). If its batch is larger than all before, all units
 are checkpointed that may be. It offloads all saved tensors if there is no room for that, or if it trains other
@@ -18,7 +18,7 @@ parameters.
 import logging
 import math
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from lightning_ssd.activations import AllocatorMeter
 from lightning_ssd.autoplan.batches import ROWS, BatchShape, RecordedBatch, row_of, size_of_row
@@ -44,9 +44,6 @@ from lightning_ssd.profiling import (
 )
 from lightning_ssd.sizes import format_bytes
 
-MAX_UNCORRECTED = 12
-"""Steps under a plan after which it is final, although few of them could be compared with its prediction."""
-
 LASTING = 4
 """Steps in a row with more allocated memory, other trained parameters, or units that are not checkpointed because user
 code has changed them, after which a training is profiled again."""
@@ -57,13 +54,14 @@ MAX_CHANGES = 3
 GROWTH = 0.01
 """Largest growth of allocated bytes / limit of memory, with which the plan still applies."""
 
-log = logging.getLogger(__name__)
+MAX_EXCESS = 0.01
+"""Largest share of the GPU limit by which measured steps may exceed it, before the plan is made again."""
 
-Stage = Literal["profile", "calibrate", "correct", "final"]
+log = logging.getLogger(__name__)
 
 
 class PlanCycle(ProfiledSteps):
-    """Makes, applies and corrects the plan of one training, after its profiled steps.
+    """Makes and applies the plan of one training, after its profiled steps.
 
     Args:
         training: the training.
@@ -77,7 +75,7 @@ class PlanCycle(ProfiledSteps):
 
     Attributes:
         runner: runs the steps under plans, once the training was profiled; also readable after the training.
-        stage: phase of the plan; in "calibrate", steps under the calibration plan are timed.
+        calibrating: whether the calibration plan is in force, whose steps are timed for the profile.
         comparison: the last comparison of a plan's prediction with measured steps.
         keeps_excess: the argument, until a micro-batch was checked or has run out of memory.
     """
@@ -94,7 +92,7 @@ class PlanCycle(ProfiledSteps):
     ) -> None:
         super().__init__(training, options.warm_up, options.steps, self._plan_profile)
         self.runner: PlanRunner | None = None
-        self.stage: Stage = "profile"
+        self.calibrating = False
         self.comparison: Comparison | None = None
         self._options = options
         self._meter = meter
@@ -126,10 +124,10 @@ class PlanCycle(ProfiledSteps):
         larger."""
         self._num_changes = 0
         """Times that the training was profiled again for changed units."""
-        self._num_steps = self._num_compared = 0
-        """Steps under the plan in force, and those that were measured up to the last comparison."""
+        self._num_compared = 0
+        """Steps under the plan in force that were measured up to the last comparison."""
         self._compared_plan: Plan | None = None
-        """The plan that these numbers are of."""
+        """The plan that this number is of."""
         self._last: tuple[PlanRunner, Plan] | None = None
         """The last plan that was applied and reported, and its runner."""
 
@@ -147,11 +145,6 @@ class PlanCycle(ProfiledSteps):
     def planned(self) -> bool:
         """Whether a plan was applied and reported, be it in force or not."""
         return self._last is not None
-
-    @property
-    def calibrating(self) -> bool:
-        """True while the calibration plan is in force, whose steps are timed for the profile."""
-        return self.stage == "calibrate"
 
     @property
     def offloads_all(self) -> bool:
@@ -205,7 +198,7 @@ class PlanCycle(ProfiledSteps):
         if self.calibrating and self.runner is not None:
             self.runner.stop()
             self.runner.close()
-            self.runner, self.stage, self._calibration_fits = None, "profile", False
+            self.runner, self.calibrating, self._calibration_fits = None, False, False
         self.discard()
 
     def end_micro_batch(self, *, ends_step: bool, short: bool = False) -> None:
@@ -270,7 +263,7 @@ class PlanCycle(ProfiledSteps):
             self.runner = None
             offload_all(self.training.offloader)
             return
-        self.stage = "calibrate"
+        self.calibrating = True
         # With offloaded states the first step is not timed: the step before it was slow, so that its optimizer jobs
         # have ended. Otherwise all steps are timed, and the fastest one counts.
         runner.apply(plan, warm_up=1 if plan.offloads_states and self._options.steps > 1 else 0)
@@ -279,6 +272,7 @@ class PlanCycle(ProfiledSteps):
         """Corrects a new profile by the timed steps, and makes the plan."""
         training, profiler = self.training, self.profiler
         calibrating = self.runner if self.calibrating else None
+        self.calibrating = False
         runner = self._make_runner(profile)
         plan = None if calibrating is None else calibrating.plan
         timed = plan or offloading_plan(profile, runner.placement, training.offloader)
@@ -319,7 +313,6 @@ class PlanCycle(ProfiledSteps):
                 runner = self._move_states(runner, owner, elsewhere)
                 self._unmoved = plan if runner.placement.weights.count("gpu") > num_resident else None
                 plan = self._maker.make_moved(runner, elsewhere, predicted)
-        self.stage = "correct"
         self._apply(runner, plan)
 
     def _apply(self, runner: PlanRunner, plan: Plan) -> None:
@@ -355,18 +348,15 @@ class PlanCycle(ProfiledSteps):
         self.runner = PlanRunner(training, self.profiler, profile, hardware, placement, runner.slowdown)
         return self.runner
 
-    # ---- correct once ----
+    # ---- compare ----
 
     def _compare(self, runner: PlanRunner) -> None:
         """Compares measured steps with the prediction, each time that there are enough new ones."""
         if runner.plan is not self._compared_plan:  # other callers of the runner may have applied it
-            self._compared_plan, self._num_steps, self._num_compared = runner.plan, 0, 0
-        self._num_steps += 1
+            self._compared_plan, self._num_compared = runner.plan, 0
         due = runner.num_steps >= self._num_compared + COMPARED_STEPS
         comparison = runner.measured() if due else None
         if comparison is None:
-            if self._num_steps > MAX_UNCORRECTED:
-                self.stage = "final"
             return
         first = not self._num_compared
         self._num_compared = runner.num_steps
@@ -375,19 +365,19 @@ class PlanCycle(ProfiledSteps):
             log_metrics(self.training, runner, comparison)
         if first and self.planned:
             report_comparison(self.training, comparison)
-        if self.stage == "correct":
-            self._correct(runner, comparison)
+        if first and self._last == (runner, runner.plan):
+            self._fit(runner, comparison)
 
-    def _correct(self, runner: PlanRunner, comparison: Comparison) -> None:
-        """Corrects the profile by the first steps under the plan, and makes another plan if that is better."""
-        error = abs(comparison.step_seconds / comparison.predicted.step_seconds - 1)
-        self.stage = "final"
-        explained = runner.calibrate(comparison)
-        plan = self._maker.make_better(runner, explained=explained) if error > self._options.tolerance else None
-        if plan is not None and plan != runner.plan:
-            self._apply(runner, plan)
-        else:
-            self._make_rows(runner)  # those of the corrected profile
+    def _fit(self, runner: PlanRunner, comparison: Comparison) -> None:
+        """Makes rows with the memory that measured steps leave, or the plan again if they exceed the limit."""
+        runner.add_missing_memory(comparison)
+        most = (1 + MAX_EXCESS) * runner.hardware.gpu_bytes
+        if comparison.predicted.gpu_peak_bytes <= most < comparison.gpu_peak_bytes:
+            plan = self._maker.make(runner)
+            if plan != runner.plan:
+                self._apply(runner, plan)
+                return
+        self._make_rows(runner)
 
     def plan_smaller(self) -> None:
         """Plans with less GPU memory, if there is a plan, because a step has run out of memory.
@@ -401,14 +391,12 @@ class PlanCycle(ProfiledSteps):
             self.training.inform("SwapPlanner: a step has run out of memory: model states are moved back.")
             unmoved, self._unmoved = self._unmoved, None
             runner = self._move_states(runner, owner, unmoved)
-            self.stage = "final"
             self._apply(runner, self._maker.make(runner))
             return
         if not self._maker.reserve_more(runner):
             return
         limit = format_bytes(runner.hardware.gpu_bytes)
         self.training.inform(f"SwapPlanner: a step has run out of memory: planning again with {limit} of the GPU.")
-        self.stage = "final"
         self._apply(runner, self._maker.make(runner))
 
     def checkpoint_all(self) -> bool:
@@ -429,7 +417,7 @@ class PlanCycle(ProfiledSteps):
             self.runner = None
             return False
         keeping = self._maker.make_calibration(runner) if self._calibration_fits else None
-        self.phase, self.stage = "idle", "final"
+        self.phase = "idle"
         runner.apply(keeping or offloading)
         return True
 
@@ -503,5 +491,5 @@ class PlanCycle(ProfiledSteps):
         end = " for the last time. Units that are changed again are not checkpointed" if last else ""
         self.training.inform(f"SwapPlanner: {reason}: the training is profiled again{end}.")
         runner.stop()
-        self.stage, self.recordable = "profile", None
+        self.recordable = None
         self.begin(1)

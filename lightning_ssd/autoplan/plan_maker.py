@@ -17,7 +17,6 @@ from lightning_ssd.planning import (
     checkpoint_all,
     default_plan,
     default_window,
-    exceeds_no_more,
     make_plan,
     plan_for_least_memory,
     shrink_plan,
@@ -27,19 +26,14 @@ from lightning_ssd.profiling import limit_hardware
 from lightning_ssd.sizes import parse_bytes
 
 TOLERANCE = 0.02
-"""Relative error of the predicted duration of a step, up to which a plan is not corrected."""
+"""Largest change of a plan's prediction with which it is applied after model states were moved for it: of the duration
+of a step, and of the peak in shares of the GPU limit."""
 
 RESERVE_STEP = 0.04
 """Share of the GPU limit by which the reserve grows each time."""
 
 MAX_RESERVE = 0.2
 """Largest reserve / GPU limit."""
-
-MIN_PLAN_GAIN = 0.05
-"""Share of a step that another plan must save to be applied: measured steps of one plan differ by as much."""
-
-MIN_SMALLER = 0.01
-"""Share of GPU memory that another plan must save to be applied, if the plan is one of least memory."""
 
 MIN_MOVE_GAIN = 0.1
 """Share of a step that another placement of model states must save to be worth a move."""
@@ -63,7 +57,6 @@ class PlanOptions:
     ssd_bytes_per_day: int | None = None
     warm_up: int = 3
     steps: int = 3
-    tolerance: float = TOLERANCE
 
     @property
     def least(self) -> bool:
@@ -182,26 +175,6 @@ class PlanMaker:
             if prediction.gpu_peak_bytes > simulate(model, hardware, offloading).gpu_peak_bytes:
                 return None
         return safe
-
-    def make_better(self, runner: PlanRunner, *, explained: bool) -> Plan | None:
-        """Returns the plan for corrected profiles, if it is better than the plan in force.
-
-        Args:
-            runner: runner with the profiles.
-            explained: whether they explain the measured steps; if not, a plan that is predicted to be faster may not
-                be, and is better only if it needs less of the memory that there is not.
-        """
-        before = runner.prediction
-        assert before is not None
-        plan = self.make(runner)
-        after = simulate(runner.profile, runner.hardware, plan)
-        if not exceeds_no_more(after, before, runner.hardware):
-            return None
-        if not exceeds_no_more(before, after, runner.hardware):
-            return plan
-        faster = after.step_seconds < (1 - MIN_PLAN_GAIN) * before.step_seconds
-        smaller = self.options.least and after.gpu_peak_bytes < (1 - MIN_SMALLER) * before.gpu_peak_bytes
-        return plan if explained and (faster or smaller) else None
 
     def make_elsewhere(self, runner: PlanRunner, present: Plan) -> Plan | None:
         """Returns a plan that places model states otherwise and fits, if it should be applied.

@@ -1,4 +1,4 @@
-"""`PlanRunner`: runs training steps under a plan, measures them, and corrects the profiles that plans are made from.
+"""`PlanRunner`: runs training steps under a plan, and measures them.
 
 A plan has rows: the one for the recorded micro-batch, and others for smaller ones, which need less memory and offload
 less, and for larger ones. All rows have the operators of the recorded micro-batch, whose choices depend on no shape.
@@ -20,7 +20,7 @@ from lightning_ssd.activations import (
 )
 from lightning_ssd.autoplan.protocol import Training
 from lightning_ssd.autoplan.step_timer import StepTimer
-from lightning_ssd.device import WorkCounter, allocator_memory, make_clock
+from lightning_ssd.device import allocator_memory, make_clock
 from lightning_ssd.planning import (
     FixedPlacement,
     HardwareProfile,
@@ -28,7 +28,6 @@ from lightning_ssd.planning import (
     Plan,
     Prediction,
     calibrate,
-    calibrate_step_rate,
     simulate,
 )
 from lightning_ssd.profiling import Profiler
@@ -37,13 +36,10 @@ from lightning_ssd.types import Choice
 log = logging.getLogger(__name__)
 
 COMPARED_STEPS = 4
-"""Number of steps whose median duration is compared with a prediction, and with that of another plan."""
+"""Number of steps whose median duration is compared with a prediction."""
 
 WARMUP_AFTER_CHANGE = 2
 """Steps after a change of plan that are not measured: the allocator moves memory in them."""
-
-EXPLAINED = 0.1
-"""Relative error of a step's duration under corrected profiles, up to which they explain it."""
 
 HISTORY = 64
 """Number of last steps whose durations are stored."""
@@ -103,8 +99,8 @@ class PlanRunner:
 
     Attributes:
         profiler: profiler with the recorded forward.
-        profile: profile of the model, corrected by `calibrate`.
-        hardware: profile of the machine, corrected by `calibrate`.
+        profile: profile of the model.
+        hardware: profile of the machine, with the bytes that this training may use.
         placement: tiers of model states.
         main: the row of micro-batches of the recorded size, whose steps are measured; `None`: there is no plan.
         rows: rows of micro-batches of other sizes under the same plan, by their number (see `row_of`).
@@ -140,7 +136,6 @@ class PlanRunner:
         self.slowdown = slowdown
         self._warm_up = 0
         self._peak_bytes = 0  # peak of measured steps before the last validation, or other row
-        self._stepped = WorkCounter(0, 0.0)  # work of the CPU optimizer when measured steps began
 
     @property
     def plan(self) -> Plan | None:
@@ -238,8 +233,6 @@ class PlanRunner:
             if not self._warm_up:
                 self._peak_bytes = 0
                 self._reset_peak()
-                if self._states is not None:
-                    self._stepped = self._states.steps.work()
             return
         self._timer.begin()
 
@@ -283,46 +276,24 @@ class PlanRunner:
         seconds = list(self._timer.seconds)[-steps:]
         return Comparison(self.plan, self.prediction, typical(seconds), self._gpu_peak(), host_bytes)
 
-    def calibrate(self, comparison: Comparison) -> bool:
-        """Corrects the profiles by measured steps of the plan in force, and predicts them again.
-
-        Reasons for a difference: a GPU that waits for transfers is cooler, and faster, than one that never does; drives
-        and host memory are slower under the load of a whole step; some GPU memory belongs to no recorded operator. The
-        rate of the CPU optimizer is measured; the rest of the difference is inferred from the step's duration.
-
-        Args:
-            comparison: measured steps of the plan in force, with micro-batches of the profile's size.
-
-        Returns:
-            Whether the corrections explain the step's duration.
-        """
-        assert self.main is not None
-        plan = self.main.plan
-        predicted, measured = comparison.predicted, comparison.step_seconds
-        if comparison.gpu_peak_bytes:
-            unseen = self.profile.other_gpu_bytes + comparison.gpu_peak_bytes - predicted.gpu_peak_bytes
-            # A plan that needs less than predicted does not show that another plan will, which would not fit then.
-            # The bytes are below 0 where the profile counts more than there is, as of gradients in 16 bits.
-            least = min(0, self.profile.other_gpu_bytes)
-            self.profile = replace(self.profile, other_gpu_bytes=max(least, unseen))
-        stepped = WorkCounter(0, 0.0) if self._states is None else self._states.steps.work().since(self._stepped)
-        if stepped.amount and stepped.seconds:
-            rate = stepped.amount / stepped.seconds
-            self.hardware = calibrate_step_rate(self.profile, self.hardware, plan, rate, measured)
-        corrected = self.correct(plan, measured)
-        self.rows.clear()  # they may need more memory than the corrected profiles leave
+    def add_missing_memory(self, comparison: Comparison) -> None:
+        """Has the profile count GPU memory that measured steps of the plan in force need beyond the prediction."""
+        missing = comparison.gpu_peak_bytes - comparison.predicted.gpu_peak_bytes
+        if missing <= 0 or self.main is None:
+            return
+        self.profile = replace(self.profile, other_gpu_bytes=self.profile.other_gpu_bytes + missing)
+        self.rows.clear()  # they may need more memory than is left
         self.safe_rows.clear()
-        before, self.main = self.main, replace(self.main, prediction=simulate(self.profile, self.hardware, plan))
+        before = self.main
+        self.main = replace(before, prediction=simulate(self.profile, self.hardware, before.plan))
         self.row = self.main if self.row is before else self.row
-        return corrected or abs(measured / self.main.prediction.step_seconds - 1) <= EXPLAINED
 
-    def correct(self, plan: Plan, step_seconds: float) -> bool:
-        """Corrects the profiles by the measured duration of steps under `plan`; returns whether they explain it."""
+    def correct(self, plan: Plan, step_seconds: float) -> None:
+        """Corrects the profiles by the measured duration of steps under `plan`, before a plan is in force."""
         corrected = calibrate(self.profile, self.hardware, plan, step_seconds)
         if corrected is not None:
             self.slowdown *= corrected[0].forward_seconds / self.profile.forward_seconds
             self.profile, self.hardware = corrected
-        return corrected is not None
 
     # ---- implementation ----
 

@@ -8,7 +8,6 @@ from typing_extensions import override
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.autoplan import (
-    TOLERANCE,
     PlanCycle,
     PlanOptions,
     Training,
@@ -23,7 +22,6 @@ from lightning_ssd.planning import PLANNERS, HardwareProfile, Plan
 from lightning_ssd.sizes import (
     LEAST_BUDGET,
     SizeArgument,
-    check_above_zero,
     check_choice,
     parse_bytes,
     parse_path,
@@ -38,11 +36,9 @@ class SwapPlanner(StepProfiling):
     saved tensor of each unit is kept, offloaded to host memory or to the SSDs, or recomputed. All of these steps are
     ordinary training steps: losses, gradients and weights are the same bit for bit.
 
-    The first plan is in force after 7 steps.
-
-    The first steps under the plan correct it once, if their duration is not as predicted; then it is final. It is for
-    batches of every size: smaller ones than the recorded one offload less. Those that may need more memory than all
-    before have all units checkpointed that may be, or offload all saved tensors.
+    The plan is in force after 7 steps. It is made again if measured steps exceed the memory that the training may use.
+    It is for batches of every size: smaller ones than the recorded one offload less. Those that may need more memory
+    than all before have all units checkpointed that may be, or offload all saved tensors.
 
     Steps are timed on the device's clock, without a wait of the host. The loggers get `SwapPlanner/...`:
     `predicted_step_s` and `measured_step_s`, `predicted_device_bytes` and `measured_device_bytes`,
@@ -70,7 +66,6 @@ class SwapPlanner(StepProfiling):
         ssd_bytes_per_day: bytes that may be written to the SSDs in a day of training (or `"1TB"`); `None`: no limit.
         warm_up: steps before the timed ones, the last of which is recorded.
         steps: steps that are timed.
-        tolerance: relative error of the predicted duration of a step, up to which the plan is not corrected.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -90,12 +85,10 @@ class SwapPlanner(StepProfiling):
         ssd_bytes_per_day: int | str | None = None,
         warm_up: int = 3,
         steps: int = 3,
-        tolerance: float = TOLERANCE,
     ) -> None:
         super().__init__(warm_up, steps)
         check_choice("planner", planner, PLANNERS)
         SizeArgument("gpu_memory", ("auto", "least"), least=LEAST_BUDGET).parse(gpu_memory)
-        check_above_zero("tolerance", tolerance, TOLERANCE)
         measured = None
         if machine is not None:
             measured = HardwareProfile.from_json(parse_path("machine", machine, "machine.json"))
@@ -111,7 +104,6 @@ class SwapPlanner(StepProfiling):
             ssd_bytes_per_day=per_day,
             warm_up=warm_up,
             steps=steps,
-            tolerance=tolerance,
         )
         self.cycle: PlanCycle | None = None
         """The plan of the present training, or of the last one: prediction, comparison with measured steps, profile."""

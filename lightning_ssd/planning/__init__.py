@@ -3,7 +3,8 @@
 The modules, by subject, in the order in which they are best read:
 
 - the data: `plan`, `model` and `hardware` (profiles), `validation` (of both).
-- predictions: `simulator`, `step_tasks`, `event_simulation`, `stages`, `resident`, `calibration` (corrections).
+- predictions: `simulator`, `step_tasks`, `event_simulation`, `stages`, `resident`, `calibration` (corrects
+  profiles by timed steps).
 - planners: `planners` (by name), `holistic` (the default), `shrunk` (its plans for smaller micro-batches),
   `few_launches`, `saved_groups` (helpers); `papers` with `ssdtrain`, `fuyou`, `lohan` and `phase`; `unit_lifetimes`
   (Teraio's rule for units) with `teraio` (its algorithm), `io_timeline` and `migration`.
@@ -14,7 +15,6 @@ from lightning_ssd.planning.calibration import calibrate, calibrate_step_rate
 from lightning_ssd.planning.endurance import DAY, YEAR, bytes_per_day, large_write_endurance, lifetime_seconds
 from lightning_ssd.planning.few_launches import checkpoint_all, keep_all
 from lightning_ssd.planning.hardware import INFINITE_STEP_RATE, HardwareProfile, HostOverhead
-from lightning_ssd.planning.holistic import exceeds_no_more
 from lightning_ssd.planning.io_timeline import Floats
 from lightning_ssd.planning.migration import (
     Bytes,

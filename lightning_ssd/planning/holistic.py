@@ -343,7 +343,7 @@ class _Search:
         """
         if self.fastest.score[0]:
             least = self.fastest.prediction
-            near = (item for item in self._considered if exceeds_no_more(item.prediction, least, self.hardware))
+            near = (item for item in self._considered if _exceeds_no_more(item.prediction, least, self.hardware))
             return min(near, key=lambda item: (item.score[1], item.wear)).plan
         fastest = self._preferred
         among = [item for item in self._considered if item.is_plain or not fastest.is_plain]
@@ -626,14 +626,12 @@ class _Search:
         return iteration_seconds(hardware, *phases)
 
 
-def exceeds_no_more(one: Prediction, other: Prediction, hardware: HardwareProfile) -> bool:
-    """Returns whether a plan exceeds the limits of `hardware` by no more than another one, or by little more.
+def _exceeds_no_more(one: Prediction, other: Prediction, hardware: HardwareProfile) -> bool:
+    """Returns whether a plan that does not fit exceeds limits by no more than another such plan, or by little more.
 
-    That is up to `SAME_EXCESS` of the GPU's memory more on the GPU, if both do not fit, and no more elsewhere.
+    That is up to `SAME_EXCESS` of the GPU's memory more on the GPU, and no more elsewhere.
     """
     excess = one.excess_bytes(hardware), other.excess_bytes(hardware)
-    if not all(excess):
-        return not excess[0]
     on_gpu = [max(0, prediction.gpu_peak_bytes - hardware.gpu_bytes) for prediction in (one, other)]
     elsewhere = excess[0] - on_gpu[0], excess[1] - on_gpu[1]
     return elsewhere[0] <= elsewhere[1] and on_gpu[0] <= on_gpu[1] + SAME_EXCESS * hardware.gpu_bytes

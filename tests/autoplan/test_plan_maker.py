@@ -1,4 +1,4 @@
-"""Plans that replace the plan in force after a correction."""
+"""Plans for which model states are moved."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,34 +10,7 @@ import torch
 from lightning_ssd.autoplan import plan_maker
 from lightning_ssd.autoplan.plan_maker import PlanMaker, PlanOptions
 from lightning_ssd.planning import FixedPlacement, make_plan, simulate
-from lightning_ssd.planning.holistic import min_memory_plan
 from tests.support.profiles import GB, H100, make_model
-
-
-@pytest.mark.parametrize(
-    ("inputs", "explained", "better"),
-    [
-        (GB // 100, True, True),  # 0.8 % of the memory, which takes 80 s to write
-        (GB // 100, False, False),  # plans that are predicted to be faster may not be
-        (GB // 10, True, False),
-    ],
-)
-def test_where_no_plan_fits_a_faster_one_of_about_the_same_excess_is_better(
-    inputs: int, explained: bool, better: bool
-) -> None:
-    model = replace(make_model(8, saved=6 * GB, inputs=inputs, parameters=0), other_gpu_bytes=20 * GB)
-    fixed = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
-    machine = replace(H100, gpu_bytes=10 * GB, host_bytes=GB, ssd_write=1e6, ssd_mixed=1e6)
-    least = fixed.apply(model, min_memory_plan(model))
-    runner: Any = SimpleNamespace(
-        profile=model, hardware=machine, placement=fixed, prediction=simulate(model, machine, least)
-    )
-    maker = PlanMaker(PlanOptions(gpu_memory="10GB"), machine, torch.device("cpu"))
-    found = maker.make_better(runner, explained=explained)
-    expected = make_plan(model, machine, fixed=fixed)
-    assert found == (expected if better else None)
-    if better:
-        assert simulate(model, machine, expected).excess_bytes(machine) > runner.prediction.excess_bytes(machine)
 
 
 @pytest.mark.parametrize(

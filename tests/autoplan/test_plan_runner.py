@@ -56,7 +56,7 @@ class Sweep(pl.Callback):
 def test_plans_that_a_caller_applies_keep_the_numbers(accumulate: int) -> None:
     how: Any = {"model": TinyGPT, "accumulate": accumulate, "steps": 26}
     plain = train("auto", **how)
-    first, watch = planner(tolerance=1e9), Watch()
+    first, watch = planner(), Watch()
     seeds = iter(range(3))
 
     def other(index: int, plan: Plan) -> Plan:
@@ -94,7 +94,7 @@ def test_host_memory_of_profiled_steps_is_freed_and_not_counted_under_a_plan() -
         }
         return replace(plan, units=units)
 
-    host, first = HostBytes(), planner(tolerance=1e9)
+    host, first = HostBytes(), planner()
     sweep = Sweep(first, keep_all, steps=COMPARED_STEPS, count=1)
     strategy = SSDOffloadStrategy(states="gpu", tier="host", min_bytes=1, host_memory="64MiB")
     train(strategy, callbacks=[first, sweep, host], model=TinyGPT, steps=FIRST + COMPARED_STEPS + 8)
