@@ -152,7 +152,7 @@ class RamWatch:
 
 
 class Probe(pl.Callback):
-    """Times all steps, measures memory once the plan is final, and prints results now and then.
+    """Times all steps, measures memory once the plan is in force, and prints results now and then.
 
     Args:
         warm_up: steps before the measured ones, at least.

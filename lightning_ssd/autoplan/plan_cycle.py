@@ -128,6 +128,8 @@ class PlanCycle(ProfiledSteps):
         """Steps under the plan in force that were measured up to the last comparison."""
         self._compared_plan: Plan | None = None
         """The plan that this number is of."""
+        self._fitted = False
+        """Whether the profile has the memory that measured steps need, or one has run out of memory."""
         self._last: tuple[PlanRunner, Plan] | None = None
         """The last plan that was applied and reported, and its runner."""
 
@@ -313,6 +315,7 @@ class PlanCycle(ProfiledSteps):
                 runner = self._move_states(runner, owner, elsewhere)
                 self._unmoved = plan if runner.placement.weights.count("gpu") > num_resident else None
                 plan = self._maker.make_moved(runner, elsewhere, predicted)
+        self._fitted = False
         self._apply(runner, plan)
 
     def _apply(self, runner: PlanRunner, plan: Plan) -> None:
@@ -365,16 +368,19 @@ class PlanCycle(ProfiledSteps):
             log_metrics(self.training, runner, comparison)
         if first and self.planned:
             report_comparison(self.training, comparison)
-        if first and self._last == (runner, runner.plan):
+        if not self._fitted and self._last == (runner, runner.plan):
             self._fit(runner, comparison)
 
     def _fit(self, runner: PlanRunner, comparison: Comparison) -> None:
-        """Makes rows with the memory that measured steps leave, or the plan again if they exceed the limit."""
+        """Makes rows with the memory that measured steps leave, or the plan again if they exceed the limit: once."""
+        self._fitted = True
         runner.add_missing_memory(comparison)
         most = (1 + MAX_EXCESS) * runner.hardware.gpu_bytes
         if comparison.predicted.gpu_peak_bytes <= most < comparison.gpu_peak_bytes:
+            assert runner.prediction is not None
             plan = self._maker.make(runner)
-            if plan != runner.plan:
+            excess = simulate(runner.profile, runner.hardware, plan).excess_bytes(runner.hardware)
+            if excess < runner.prediction.excess_bytes(runner.hardware):
                 self._apply(runner, plan)
                 return
         self._make_rows(runner)
@@ -387,6 +393,7 @@ class PlanCycle(ProfiledSteps):
         runner, owner = self.runner, self.training.owner
         if runner is None or self.measuring:
             return
+        self._fitted = True
         if self._unmoved is not None and owner is not None and owner.can_move_states():
             self.training.inform("SwapPlanner: a step has run out of memory: model states are moved back.")
             unmoved, self._unmoved = self._unmoved, None

@@ -155,6 +155,22 @@ def test_plan_and_rows_have_the_memory_that_measured_steps_leave(
         assert row.prediction.gpu_peak_bytes <= 201_000
 
 
+@pytest.mark.parametrize("name", ["holistic", "teraio"])
+def test_a_plan_is_made_again_once_for_memory_that_none_reduces(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as that of a callback in every step."""
+    swaps, meter, plans = planner(gpu_memory="200000B", planner=name), PeakMeter(), []
+
+    class Look(pl.Callback):
+        def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+            if not swaps.cycle.measuring:
+                meter.highest = 210_000
+                plans.append(swaps.cycle.plan)
+
+    monkeypatch.setattr(plan_runner, "allocator_memory", lambda device: meter)
+    fit(SSDOffloadStrategy(**BOTH), [(16, 32)] * 60, [swaps, Look()])
+    assert len({id(plan) for plan in plans}) <= 2
+
+
 def test_peaks_of_other_rows_are_not_those_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     swaps, meter = planner(gpu_memory="120000B"), PeakMeter()
 
