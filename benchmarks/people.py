@@ -21,14 +21,14 @@ A row is a training in a process of its own, with random weights and samples, in
   fsdp+checkpoint        `FSDPStrategy(cpu_offload=True)`, without clipping, which Lightning refuses with it
   fsdp-fused+checkpoint  the same with `AdamW(parameters, fused=True)`, which is its fastest on a CPU
 
-`AdamW(parameters)` with default arguments, clipping at 1.0 (`--clip`), bf16-mixed, the models' own losses, a DataLoader
-with two workers. A row has: the median step after `--warm-up` steps and after the plan is in force; the longest step after
-that; the GPU's peak in these steps, and how often torch freed its cache of GPU memory for an allocation; RAM at its
-most, and at the end (the proportional set size of the process); the first step, and the steps and seconds until the
-plan is in force; the seconds of the first `--warm-up` steps; and the loss of a fixed step, which is the same in all modes
-as far as matrix products are. If `--limit` ends a training, its row has the measurements up to then. The limit is that
-of one training, and counts from the start of its process. `--out` is written every few seconds; SIGTERM ends all, and
-prints the table.
+`AdamW(parameters)` with default arguments, clipping at 1.0 (`--clip`), bf16-mixed, the models' own losses, a
+DataLoader with two workers. A row has: the median step after `--warm-up` steps and after the plan is in force; the
+longest step after that; the GPU's peak in these steps, and how often torch freed its cache of GPU memory for an
+allocation; RAM at its most, and at the end (the proportional set size of the process); the first step, and the steps
+and seconds until the plan is in force; the seconds of the first `--warm-up` steps; and the loss of a fixed step, which
+is the same in all modes as far as matrix products are. If `--limit` ends a training, its row has the measurements up
+to then. The limit is that of one training, and counts from the start of its process. `--out` is written every few
+seconds; SIGTERM ends all, and prints the table.
 
 The processes are forked from one that has imported torch, Lightning and the models' classes, which takes up to a
 minute. Each row counts a part of the memory that they share with it as its RAM: some hundred MiB less than a program
