@@ -279,7 +279,7 @@ class _Search:
         self.try_few_launches()
         if self.fixed is None and self._checkpointable and self._gpu_bytes < self.hardware.gpu_bytes:
             self._fill_room_of_largest()
-        plan = self.fastest.plan  # a narrower window of prefetches leaves more memory to the largest tensor
+        plan = self._preferred.plan  # a narrower window of prefetches leaves more memory to the largest tensor
         self.consider(replace(plan, window_bytes=plan.window_bytes // 2))
 
     def _fill_room_of_largest(self) -> None:
@@ -294,9 +294,10 @@ class _Search:
             self.consider(checkpoint_all(self.model, kept) or kept)
 
     def consider_papers(self) -> None:
-        """Simulates the plan of least memory and those of papers, but Teraio's."""
-        least = min_memory_plan(self.model, ssd_bytes=self.hardware.ssd_bytes)
-        for plan in (least, *(of_papers(self.model, self.hardware) for of_papers in PAPER_PLANNERS)):
+        """Simulates the plans of least memory, without SSDs, too, and those of papers, but Teraio's."""
+        on_ssd = min_memory_plan(self.model, ssd_bytes=self.hardware.ssd_bytes)
+        in_host = [min_memory_plan(self.model, window, ssd_bytes=0) for window in (self._window, 0)]
+        for plan in (on_ssd, *in_host, *(of_papers(self.model, self.hardware) for of_papers in PAPER_PLANNERS)):
             self.consider_other(plan if self.fixed is None else self.fixed.apply(self.model, plan))
 
     def consider_other(self, plan: Plan) -> None:
@@ -306,7 +307,8 @@ class _Search:
     def consider_written(self, base: Plan) -> None:
         """Simulates the plans that a person would write, with the placement of `base`, and with all states on the GPU.
 
-        These keep all saved tensors, checkpoint every unit that may be, and follow SSDTrain's rule.
+        These keep all saved tensors, checkpoint every unit that may be, also with few prefetches, and follow SSDTrain's
+        rule.
         """
         bases = [base]
         if self.fixed is None:
@@ -315,7 +317,8 @@ class _Search:
         for one in bases:
             kept = keep_all(one)
             placed = FixedPlacement.of(self.model, one).apply(self.model, by_rule)
-            for plan in (kept, checkpoint_all(self.model, kept) or kept, placed):
+            checkpointed = checkpoint_all(self.model, kept) or kept
+            for plan in (kept, checkpointed, replace(checkpointed, window_bytes=self._window // 4), placed):
                 self.consider(plan)
 
     def consider(self, plan: Plan) -> Prediction:

@@ -63,6 +63,18 @@ def test_holistic_is_never_worse(model: ModelProfile, machine: HardwareProfile) 
 KEEP: InputChoice = "keep"
 
 
+@pytest.mark.parametrize("spare", [1.0, 1.02, 1.1])
+def test_tensors_that_must_leave_the_device_are_in_host_memory_where_that_is_faster(spare: float) -> None:
+    """The plan of least memory offloads to drives what can't be recomputed. It is not the only one that fits."""
+    model = make_model(8, saved=GB, inputs=GB // 2, parameters=0, forward=0.01)
+    fixed = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
+    in_host = min_memory_plan(model, ssd_bytes=0)
+    machine = replace(H100, gpu_bytes=round(spare * simulate(model, H100, in_host).gpu_peak_bytes))
+    best = simulate(model, machine, make_plan(model, machine, fixed=fixed))
+    assert not best.excess_bytes(machine)
+    assert best.step_seconds <= 1.01 * simulate(model, machine, in_host).step_seconds
+
+
 def choices(plan: Plan) -> set[str]:
     return {choice for unit in plan.units.values() for choice in unit.operators.values()}
 
