@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_ssd import torch_internals as internals
 from lightning_ssd.device import CopyEngine
 from lightning_ssd.futures import Future, finished
+from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.storage import Slab
 from lightning_ssd.types import Clip
 from lightning_ssd.waits import wait_for_all
@@ -212,6 +213,7 @@ class GradScaleDecision:
             self.decided = True
             self.scale.set_result(None)
 
+    @uninterrupted  # futures call back on this thread
     def decide(self, scale: Tensor | None) -> None:
         """Completes the future `scale` as soon as the device has computed it: backward and clipping are over.
 

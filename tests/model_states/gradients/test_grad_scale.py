@@ -1,6 +1,7 @@
 """The gradient scale of a step, or its error, is copied to the host exactly once."""
 
 import functools
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,23 @@ def test_scales_of_many_steps_may_be_in_flight_at_once() -> None:
     for copied in copies.pending:
         copied.set_result(None)
     assert [factor.result() for factor in factors] == pytest.approx([1 / norm for norm in norms], rel=1e-4)
+    gate.close()
+
+
+def test_an_interrupt_in_a_callback_of_the_scale_takes_effect_afterwards() -> None:
+    """Steps that wait for the scale begin in callbacks, of which the device's are called while it is decided."""
+    gate = GradScaleDecision(CPUCopyEngine(CPU), clip="deferred", needs_norm=True, loss_scaled=False)
+    begun: list[float | None] = []
+
+    def begin(scale: "Future[float | None]") -> None:
+        signal.raise_signal(signal.SIGINT)
+        begun.append(scale.result())
+
+    gate.begin(defer_to_user_hooks=False)
+    gate.scale.add_done_callback(begin)
+    with pytest.raises(KeyboardInterrupt):
+        gate.decide(torch.tensor([0.5]))
+    assert begun == [0.5]
     gate.close()
 
 
