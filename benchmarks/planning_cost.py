@@ -12,9 +12,8 @@ first one, which allocates memory, and with plain Lightning's median step otherw
 A CPU has no limit of memory, and the default keeps all saved tensors there. `--gpu-memory` gives it a limit:
 `SwapPlanner(gpu_memory=...)` measures and plans then, as it does by default on a GPU without room.
 
-The last lines say in which step the decision was in force, the
-seconds that the steps before it took in all beyond plain Lightning's, and the largest ratio of one of them. The targets
-are 5 s and 2.
+The last lines say in which step the decision was in force, the seconds that the steps before it took in all beyond
+plain Lightning's, and the largest ratio of one of them. The targets are 5 s and 2.
 """
 
 import argparse

@@ -58,6 +58,8 @@ from benchmarks.processes import cap_gpu_memory, end_with_parent, exit_on_sigter
 
 CASES = ["ddp:1024x24", "fits:1024x24", "machine:3072x34", "host:3072x34", "host:3072x34,clip"]
 PEERS = ("deepspeed", "fsdp", "machine")
+OFFLOADED = ("host", "default")
+"""Modes with model states in host memory, of a model in bf16."""
 
 STEP_BYTES = 28
 """Bytes of memory traffic a parameter of a step of AdamW with fp32 master weights, on the CPU."""
@@ -74,7 +76,7 @@ def parse(text: str) -> dict[str, Any]:
         "steps": 8,
         "clip": 0,
         "resident": 0,
-        "gpu": 24 if mode in ("host", "default", "deepspeed", "fsdp") else 0,
+        "gpu": 24 if mode in (*OFFLOADED, "deepspeed", "fsdp") else 0,
     }
     for option in options:
         name, _, value = option.partition("=")
@@ -118,7 +120,7 @@ def train(case: dict[str, Any], devices: int, path: str) -> None:
         def configure_model(self) -> None:
             # The model is made on the GPU where it fits there; states in host memory are initialized unit by unit.
             if self.model is None:
-                with torch.device("meta" if case["mode"] in ("host", "default") else self.trainer.strategy.root_device):
+                with torch.device("meta" if case["mode"] in OFFLOADED else self.trainer.strategy.root_device):
                     super().configure_model()
 
         def configure_optimizers(self) -> Any:
@@ -190,7 +192,7 @@ def train(case: dict[str, Any], devices: int, path: str) -> None:
     trainer = pl.Trainer(
         accelerator="gpu" if cuda else "cpu",
         devices=devices,
-        precision="bf16-true" if case["mode"] in ("host", "default") else "bf16-mixed",
+        precision="bf16-true" if case["mode"] in OFFLOADED else "bf16-mixed",
         strategy=strategy,
         max_epochs=1,
         callbacks=[times],
@@ -277,7 +279,7 @@ def bound_of(name: str, results: dict[str, dict[str, Any]]) -> tuple[str, float]
         other_text, _, of_devices = other.rpartition(" x")
         measured = parse(other_text)
         alike = of_devices == devices and all(measured[key] == case[key] for key in same)
-        if case["mode"] in ("host", "default") and measured["mode"] == "machine" and alike and "dram" in rates:
+        if case["mode"] in OFFLOADED and measured["mode"] == "machine" and alike and "dram" in rates:
             found = bounds(case, rates, int(devices))
             return max(found.items(), key=lambda item: item[1])
     return None

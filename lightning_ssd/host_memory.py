@@ -33,6 +33,6 @@ def host_memory_of(states: ModelStates | None, offloader: ActivationOffloader) -
     """
     tiers = offloader.tiers.values()
     return HostMemory(
-        total=(0 if states is None else states.nbytes.host) + sum(tier.host_bytes for tier in tiers),
+        total=(0 if states is None else states.nbytes.host) + offloader.host_bytes,
         limit=(0 if states is None else states.nbytes.host_limit) + sum(tier.host_limit for tier in tiers),
     )

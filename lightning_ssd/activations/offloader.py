@@ -374,6 +374,11 @@ class ActivationOffloader(Uncopied):
         return sum(batch.resident_bytes() for batch in (self._batch, *self._pipeline.batches()))
 
     @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that all tiers have allocated, in use or not."""
+        return sum(tier.host_bytes for tier in self.tiers.values())
+
+    @property
     def last_pattern(self) -> Pattern | None:
         """Pattern of the last finished micro-batch: saved storages, and the order in which backward unpacked them."""
         if self._batch is not None and self._batch.ended:

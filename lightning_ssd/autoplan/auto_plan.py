@@ -367,9 +367,9 @@ class AutoPlan(Uncopied):
         if self._code is not None:
             self._code.close()  # calls in the first steps have shown the code that was compiled earlier
         reason = "not all of them have room" if self._short else "offloaded model states may be moved"
-        held = sum(tier.host_bytes for tier in self._training.offloader.tiers.values())
-        until = f". Until a plan is in force, those that are offloaded take {format_bytes(held)} of host memory"
-        self._log(f"plans which saved tensors are kept, offloaded and recomputed: {reason}{until if held else ''}")
+        if held := self._training.offloader.host_bytes:
+            reason += f". Until a plan is in force, those that are offloaded take {format_bytes(held)} of host memory"
+        self._log(f"plans which saved tensors are kept, offloaded and recomputed: {reason}")
         owner = self._training.owner
         if owner is not None and owner.states_need_most_memory():
             with contextlib.suppress(ValueError):

@@ -129,7 +129,7 @@ class PlanCycle(ProfiledSteps):
         self._compared_plan: Plan | None = None
         """The plan that this number is of."""
         self._fitted = False
-        """Whether the profile has the memory that measured steps need, or one has run out of memory."""
+        """Whether the profile counts the memory that measured steps need, or a step has run out of memory since."""
         self._last: tuple[PlanRunner, Plan] | None = None
         """The last plan that was applied and reported, and its runner."""
 
@@ -372,7 +372,10 @@ class PlanCycle(ProfiledSteps):
             self._fit(runner, comparison)
 
     def _fit(self, runner: PlanRunner, comparison: Comparison) -> None:
-        """Makes rows with the memory that measured steps leave, or the plan again if they exceed the limit: once."""
+        """Has the profile, once, count the memory that measured steps need, and makes rows for what they leave.
+
+        If these steps exceed the limit, the plan is made again.
+        """
         self._fitted = True
         runner.add_missing_memory(comparison)
         most = (1 + MAX_EXCESS) * runner.hardware.gpu_bytes

@@ -114,12 +114,17 @@ class GradScaleDecision:
         self.decided = not (self.needs_norm or defer_to_user_hooks)
         self.scale = finished(1.0) if self.decided else Future()
 
-    @property
-    def speculated(self) -> float | None:
-        """The scale, or the most likely one; None if the step is to be deferred."""
+    def speculate(self, *, revertible: bool) -> float | None:
+        """Returns the scale of a step that begins now; None: the step is to be deferred, or skipped.
+
+        The thread `d2h-done` may complete `scale` meanwhile, so that the caller can't ask later whether it was known.
+
+        Args:
+            revertible: whether the step can be made again, so that it may begin with the most likely scale.
+        """
         if self.scale.done():
             return self.scale.result()
-        return None if self.defers else self._speculated
+        return self._speculated if revertible and not self.defers else None
 
     @property
     def defers(self) -> bool:
@@ -207,13 +212,14 @@ class GradScaleDecision:
             torch.nn.utils.clip_grads_with_norm_(resident, limit, total)
         return coefficient.float().view(1)
 
+    @uninterrupted  # as `decide`
     def cancel(self) -> None:
         """Ends a step in which no flat parameter is stepped, so that no job waits for the scale."""
         if not self.decided:
             self.decided = True
             self.scale.set_result(None)
 
-    @uninterrupted  # futures call back on this thread
+    @uninterrupted  # callbacks of `scale` may run on this thread, and begin steps
     def decide(self, scale: Tensor | None) -> None:
         """Completes the future `scale` as soon as the device has computed it: backward and clipping are over.
 
@@ -286,7 +292,7 @@ def is_power_of_two(factor: float) -> bool:
 
 
 def _on_device(norms: Sequence[Tensor | None], device: torch.device) -> list[Tensor | None]:
-    """Returns norms on the device. One copy has all those in host memory: the host waits for the device in each."""
+    """Returns norms on the device. Those in host memory are copied at once, as the host waits in each copy."""
     host = [norm for norm in norms if norm is not None and norm.device != device]
     copied = iter(torch.stack(host).to(device).unbind() if host else ())
     return [norm if norm is None or norm.device == device else next(copied) for norm in norms]

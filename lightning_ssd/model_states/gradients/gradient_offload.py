@@ -142,9 +142,10 @@ class GradientOffloader:
         gradient.arrive(index, grad, is_sum=is_sum)
 
     def _allocate(self, gradient: Gradient) -> float:
-        """Allocates host memory for a gradient. Returns the seconds that the device waits for the last step meanwhile.
+        """Allocates host memory for a gradient, which the last step may use. Returns the seconds of the device's wait.
 
-        The host waits earlier than the device does, which still computes what was issued before.
+        When the host begins to wait, the device may still have kernels to run. Its own wait begins after the last one,
+        at a time that the thread `d2h-done` notes.
         """
         idle: Future[float] | None = None
         if not (gradient.accumulating or gradient.consumed.done()):

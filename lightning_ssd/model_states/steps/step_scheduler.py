@@ -212,13 +212,14 @@ class StepScheduler:
         self._gradients.resume_stepped(flat)
         options = self._options.submit(flat)  # the step owns these
         arrived = self._gradients.hand_over(flat)
-        known = self._decision.scale.done()  # before it is read: the thread `d2h-done` may complete it in between
-        speculated = self._decision.speculated  # once: the end of an earlier step may change it
+        reduced = self._running.defer_to_user_hooks
+        # A step that is not committed must not change the values or the gradient. That of several ranks is their mean.
+        kept = arrived is not None or (self._ranks is not None and not reduced)
+        speculated = self._decision.speculate(revertible=store.layout.versions == 2 and kept)
         waits = arrived is not None and speculated is None and not self._decision.decided and self._ranks is None
         # A future of each copy would cost time in backward: a step that waits for the scale asks `copied` then.
         on_host = finished(None) if waits else self._gradients.on_host(flat, arrived)
         limit = self._running.limit
-        reduced = self._running.defer_to_user_hooks
         if self._ranks is not None and not reduced:
             on_host = self._ranks.sum(flat, on_host, arrived, options, self._priorities[flat])
             arrived = None
@@ -250,10 +251,6 @@ class StepScheduler:
             copied=partial(self._gradients.copied, gradient.mark),
             autocast=torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None,
         )
-        # A step that is not committed must not change the values or the gradient. That of several ranks is their mean.
-        kept = arrived is not None or (self._ranks is not None and not reduced)
-        if not known and not (store.layout.versions == 2 and kept):
-            speculated = None
         self.history.submit(flat)
         if self._ranks is None or self._ranks.owns(flat):
             weights, done = self._begin_step(flat, step, speculated, on_host, ready)
@@ -273,7 +270,7 @@ class StepScheduler:
         on_host: "Future[None]",
         ready: "list[Future[Any]]",
     ) -> Submitted:
-        """Begins a step with a scale that is known or speculated, or when it is known, and all of `ready` are done.
+        """Begins a step when `ready` are done: with the scale `speculated`; if that is None, when the scale is known.
 
         `on_host` is done when the gradient is in host memory; or it is done already, and the step calls
         `OptimizerStep.copied` when the scale is known. Returns the futures of the compute weights and of the whole

@@ -7,10 +7,11 @@ class WeightsFirst:
     """Chooses the share of units whose deferred steps are made in two parts, which does not change numbers.
 
     The next forward waits for the first parts only: it begins sooner if more units have two parts. But the second parts
-    cost CPU time, and training waits for those that are not made in time: backward when its gradients arrive, until
-    which the device has nothing more to do, and other code such as a callback that reads the weights after every step.
-    So the share is reduced after a step in which training waited, and raised after others. The first units of the
-    forward are the first to have two parts, because the gradients of the last units arrive first.
+    cost CPU time, and training waits for those that are not made in time. Backward waits when it has a gradient whose
+    host memory the last step still uses; this counts from when the device has run all kernels that were issued. Other
+    code waits, too, such as a callback that reads the weights after every step. So the share is reduced after a step in
+    which training waited, and raised after others. The first units of the forward are the first to have two parts,
+    because the gradients of the last units arrive first.
 
     Threads: the training thread, or autograd's while that waits.
 

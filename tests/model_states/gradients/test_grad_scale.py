@@ -186,7 +186,7 @@ def steps_of(decision: GradScaleDecision, norms: list[float]) -> list[float | No
     for norm in norms:
         parameter = torch.nn.Parameter(torch.zeros(1))
         decision.begin(defer_to_user_hooks=False)
-        found.append(decision.speculated)
+        found.append(decision.speculate(revertible=True))
         decision.decide(decision.clip([parameter], {parameter: torch.tensor(norm)}, limit=1.0))
         decision.scale.result(timeout=60)
     return found

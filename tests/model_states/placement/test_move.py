@@ -59,7 +59,7 @@ def test_a_scale_that_is_known_while_a_step_begins_is_not_taken_for_the_speculat
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread completes it. Values on SSDs that were moved there have one version: no step is made again."""
-    read = GradScaleDecision.speculated.fget  # type: ignore[attr-defined]
+    read = GradScaleDecision.speculate
 
     class StepsLater(Model):
         """Steps begin when the scale is decided, as user code surrounds the optimizer's step."""
@@ -71,13 +71,13 @@ def test_a_scale_that_is_known_while_a_step_begins_is_not_taken_for_the_speculat
         def on_train_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
             trainer.strategy.states_owner.make_states_movable()
 
-    def reads(decision: GradScaleDecision) -> float | None:
-        speculated: float | None = read(decision)
+    def reads(decision: GradScaleDecision, *, revertible: bool) -> float | None:
+        speculated = read(decision, revertible=revertible)
         if decision.decided:
             wait_for(decision.scale, "the scale")
         return speculated
 
-    monkeypatch.setattr(GradScaleDecision, "speculated", property(reads))
+    monkeypatch.setattr(GradScaleDecision, "speculate", reads)
     monkeypatch.setattr(build, "make_copy_engine", LateEngines)
     model = StepsLater(lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
     how: Any = {"gradient_clip_val": 0.5, "max_epochs": 1, "batches": 4}
