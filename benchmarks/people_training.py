@@ -7,6 +7,7 @@ import statistics
 import tempfile
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -310,6 +311,7 @@ def fit(arguments: argparse.Namespace, shape: Shape, mode: str, cap: float) -> d
         try:
             trainer.fit(Module(model.train(), mode), loader)
         except torch.OutOfMemoryError:
+            traceback.print_exc()  # with the notes that the strategy has added
             return {"error": "out of memory"}
         finally:
             watch.end()

@@ -11,6 +11,9 @@ OffloadTierName = Literal["host", "ssd"]
 Choice = Literal["keep", "host", "ssd", "recompute"]
 """Treatment of the saved tensors of an operator."""
 
+Saving = Literal["nothing", "weights", "all"]
+"""Saved tensors that the hooks of an offloader treat in a part of a forward."""
+
 InputChoice = Literal["keep", "host", "ssd"]
 """Treatment of the saved input of a unit, which can't be recomputed."""
 

@@ -156,6 +156,11 @@ class Arguments:
         self._caches = caches
         self._packed = self._pack((tuple(args), dict(kwargs)))
 
+    def take_tensors(self) -> list[Tensor]:
+        """Returns `tensors`, which are empty from now on: the owner of the result alone keeps their memory."""
+        tensors, self.tensors = self.tensors, []
+        return tensors
+
     def unpack(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns positional and keyword arguments with `tensors` and empty caches, for another run."""
         args, kwargs = _unpack(self._packed, tensors)
@@ -232,7 +237,7 @@ class CheckpointedCall:
         self._arguments = arguments
         self._state = RerunState(module, state)
         self._is_interrupted = False
-        self._checkpoint = internals.begin_checkpoint(self._run_again, arguments.tensors)
+        self._checkpoint = internals.begin_checkpoint(self._run_again, arguments.take_tensors())
 
     def begin(self) -> None:
         """Called before the forward: applies torch's hooks for saved tensors."""

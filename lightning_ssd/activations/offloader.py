@@ -72,7 +72,7 @@ from lightning_ssd.sizes import format_bytes
 from lightning_ssd.spans import WAIT, span
 from lightning_ssd.storage import IOStats
 from lightning_ssd.storage_tags import OFFLOADED_WEIGHTS
-from lightning_ssd.types import Choice, OffloadTierName
+from lightning_ssd.types import Choice, OffloadTierName, Saving
 from lightning_ssd.uncopied import Uncopied
 
 _WITHOUT_HOOKS = (
@@ -161,8 +161,8 @@ class ActivationOffloader(Uncopied):
         self._closed = False
         self._around: tuple[object, object] = (None, None)
         """The innermost hooks and mode since `pause`."""
-        self._saves_weights = False
-        """Whether `pause` has left hooks that save references to weights."""
+        self._paused_saving: Saving = "nothing"
+        """The hooks that `pause` has left."""
         self._forwards = 0
         """Number of running forwards: 0 in backward, unless backward is called in a forward."""
         self._lock = threading.RLock()
@@ -283,13 +283,15 @@ class ActivationOffloader(Uncopied):
 
     # ---- changes within a forward ----
 
-    def pause(self, *, save_weights: bool) -> bool:
-        """Removes the hooks and the mode from a running forward until `resume`, if no others were entered inside.
+    def pause(self, saving: Saving) -> bool:
+        """Removes the mode, and hooks, from a running forward until `resume`, if no others were entered inside.
 
-        Meanwhile, autograd saves tensors as in plain training. Called on the training thread between two operations.
+        Called on the training thread between two operations.
 
         Args:
-            save_weights: whether hooks remain that save references to offloaded weights, and keep all other tensors.
+            saving: the hooks that remain. "nothing": none, so that autograd saves tensors as in plain training;
+                "weights": those that save references to offloaded weights, and keep all other tensors; "all": all.
+                Torch's hooks of a checkpointed call are entered inside of them, which save its arguments alone then.
 
         Returns:
             Whether they were removed.
@@ -299,9 +301,10 @@ class ActivationOffloader(Uncopied):
         with internals.without_dispatch():
             self._make_all_progress()  # before they are removed: they remain if it fails
         internals.pop_dispatch_mode()
-        saved_tensors_hooks(self.pack, self.unpack).__exit__()
-        self._saves_weights = save_weights
-        if save_weights:
+        if saving != "all":
+            saved_tensors_hooks(self.pack, self.unpack).__exit__()
+        self._paused_saving = saving
+        if saving == "weights":
             saved_tensors_hooks(self.pack_weight, self.unpack).__enter__()
         self._around = _innermost()
         return True
@@ -312,10 +315,10 @@ class ActivationOffloader(Uncopied):
 
     def resume(self) -> None:
         """Applies the hooks and the mode again that `pause` has removed."""
-        if self._saves_weights:
+        if self._paused_saving == "weights":
             saved_tensors_hooks(self.pack_weight, self.unpack).__exit__()
-            self._saves_weights = False
-        saved_tensors_hooks(self.pack, self.unpack).__enter__()
+        if self._paused_saving != "all":
+            saved_tensors_hooks(self.pack, self.unpack).__enter__()
         assert self.policy.mode is not None
         internals.push_dispatch_mode(self.policy.mode)
         with internals.without_dispatch():
@@ -449,6 +452,8 @@ class ActivationOffloader(Uncopied):
             with self._lock:
                 return SavedHandle(tensor, self._new_record(storage, decision, dropped=dropped), self._empty)
         if isinstance(decision, RefCountedBytes):
+            if isinstance(decision, SavedStorage) and self.policy.on_saved is not None:
+                self.policy.on_saved(tensor.untyped_storage(), decision)
             if isinstance(decision, Recomputed) and not decision.views:
                 self._stats.recomputed += decision.nbytes
             with self._lock:

@@ -31,7 +31,7 @@ from lightning_ssd.activations.record import SavedStorage
 from lightning_ssd.activations.rerun_state import UnitProof
 from lightning_ssd.activations.unit_dispatch_mode import Segment, UnitCall, UnitDispatchMode
 from lightning_ssd.storage_tags import CHOICE
-from lightning_ssd.types import Choice
+from lightning_ssd.types import Choice, Saving
 
 
 class PlannedOp(NamedTuple):
@@ -61,12 +61,14 @@ class OpSchedule:
         checkpointed: unit calls whose forward is run again in backward, each with the proof that it may. Where a call
             can't be, because of its arguments, hooks of the user, or changes of the unit, the placement policy decides
             about its saved tensors.
+        outputs: choices for results of checkpointed unit calls that are not kept: the next call saves them.
     """
 
     operations: Mapping[Segment, Sequence[PlannedOp]] = field(default_factory=dict)
     plain_calls: frozenset[UnitCall] = frozenset()
     save_weights: bool = False
     checkpointed: Mapping[UnitCall, UnitProof] = field(default_factory=dict)
+    outputs: Mapping[UnitCall, Choice] = field(default_factory=dict)
 
 
 class SavedTensorHooks(Protocol):
@@ -76,7 +78,7 @@ class SavedTensorHooks(Protocol):
 
     def pack(self, tensor: Tensor, /) -> Any: ...
     def unpack(self, saved: Any, /) -> Tensor: ...
-    def pause(self, *, save_weights: bool) -> bool: ...
+    def pause(self, saving: Saving, /) -> bool: ...
     def can_resume(self) -> bool: ...
     def resume(self) -> None: ...
     def choose(self, choices: Sequence[Choice] | None, inputs: Sequence[Tensor] = (), /) -> None: ...
@@ -124,7 +126,13 @@ def make_schedule(
         )
     plain = _plain_calls(graph, choices, of_operation) if plain_calls else frozenset()
     proofs = {one: graph.proofs[one] for one in checkpointed if one in graph.proofs}
-    return OpSchedule(schedule, plain - checkpointed, save_weights, proofs)
+    outputs: dict[UnitCall, Choice] = {}
+    for item in saved:
+        maker, choice = graph.buffers[item.buffer].maker, choices.get(item.buffer, "keep")
+        call = None if maker is None else graph.operations[maker].unit_call
+        if item.is_unit_input and choice != "keep" and call is not None and call in proofs:
+            outputs[call] = choice
+    return OpSchedule(schedule, plain - checkpointed, save_weights, proofs, outputs)
 
 
 def _plain_calls(
@@ -229,7 +237,7 @@ class PlanMode(UnitDispatchMode):
             and call in self.schedule.plain_calls
             and call.unit not in self._containing
             and self._paused_by is None
-            and self._hooks.pause(save_weights=self.schedule.save_weights)
+            and self._hooks.pause("weights" if self.schedule.save_weights else "nothing")
         ):
             self._paused_by = call
 
@@ -247,7 +255,8 @@ class PlanMode(UnitDispatchMode):
             return
         state = proof.state()
         self.units_changed |= state is None
-        if state is not None and self._hooks.pause(save_weights=False):  # torch's hooks save none
+        if state is not None and self._hooks.pause("all"):
+            _tag(arguments.tensors, "keep")
             self._paused_by = unit_call
             self._checkpointed = CheckpointedCall(module, arguments, state)
             self._checkpointed.begin()
@@ -281,12 +290,7 @@ class PlanMode(UnitDispatchMode):
             self._checkpointed = None
         if self._hooks.can_resume():  # no context is open that a later hook of the user leaves
             self._end_pause()
-        for tensor in tensors_of(output):
-            # Units that are intercepted may save it. Tensors inside of `torch.vmap` have no storage.
-            if type(tensor) is Tensor and tensor.layout is torch.strided and internals.has_storage(tensor):
-                storage = tensor.untyped_storage()
-                if getattr(storage, CHOICE, None) is None and recomputed_of(tensor, storage) is None:
-                    setattr(storage, CHOICE, "keep")
+        _tag(tensors_of(output), self.schedule.outputs.get(unit_call, "keep"))
 
     def _end_pause(self) -> None:
         if self._paused_by is not None:
@@ -335,6 +339,16 @@ class PlanMode(UnitDispatchMode):
         self._next += 1
         self.elapsed = self.slowdown * planned.ends
         return planned
+
+
+def _tag(tensors: Sequence[Tensor], choice: Choice) -> None:
+    """Chooses how storages of tensors are saved by hooks for which there is no choice yet."""
+    for tensor in tensors:
+        # Tensors inside of `torch.vmap` have no storage.
+        if type(tensor) is Tensor and tensor.layout is torch.strided and internals.has_storage(tensor):
+            storage = tensor.untyped_storage()
+            if getattr(storage, CHOICE, None) is None and recomputed_of(tensor, storage) is None:
+                setattr(storage, CHOICE, choice)
 
 
 def _containing(units: Sequence[Sequence[nn.Module]]) -> frozenset[int]:

@@ -25,8 +25,7 @@ class OffloadPolicy:
         window_bytes: bytes that may be in flight to the tiers at once, and bytes that may be prefetched ahead of use.
         window_depth: saved storages that may be prefetched ahead of use; `None`: `window_bytes` is the only limit.
         hooks_enabled: whether saved-tensor hooks are active in forwards. Without them all saved tensors are kept.
-        on_saved: called with each storage that is saved and may be offloaded, once per micro-batch, on the thread of
-            `pack`.
+        on_saved: called with the storage of each saved tensor that may be offloaded, on the thread of `pack`.
         on_unpacked: called with each storage before backward unpacks a tensor of it, once the compute stream is ordered
             after its load, on the thread of `unpack`.
     """

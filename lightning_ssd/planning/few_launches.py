@@ -63,6 +63,19 @@ def checkpoint_all(model: ModelProfile, base: Plan) -> Plan | None:
     return checkpoint(base, names) if names else None
 
 
+def offload_inputs(base: Plan) -> Plan:
+    """Returns `base` with the input of each checkpointed unit that follows one in host memory.
+
+    All other inputs are made by intercepted operations if they are offloaded.
+    """
+    units: dict[str, UnitPlan] = {}
+    after_checkpointed = False
+    for name, unit in base.units.items():
+        units[name] = replace(unit, input="host") if unit.checkpoint and after_checkpointed else unit
+        after_checkpointed = unit.checkpoint
+    return replace(base, units=units)
+
+
 def _kept(unit: UnitPlan) -> UnitPlan:
     return replace(unit, input="keep", operators=dict.fromkeys(unit.operators, "keep"), checkpoint=False)
 

@@ -10,7 +10,14 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from math import inf
 
-from lightning_ssd.planning.few_launches import checkpoint, checkpoint_all, free_tensors, free_units, keep_all
+from lightning_ssd.planning.few_launches import (
+    checkpoint,
+    checkpoint_all,
+    free_tensors,
+    free_units,
+    keep_all,
+    offload_inputs,
+)
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.papers import plan_fuyou, plan_lohan, plan_ssdtrain
@@ -307,8 +314,8 @@ class _Search:
     def consider_written(self, base: Plan) -> None:
         """Simulates the plans that a person would write, with the placement of `base`, and with all states on the GPU.
 
-        These keep all saved tensors, checkpoint every unit that may be, also with few prefetches, and follow SSDTrain's
-        rule.
+        These keep all saved tensors, checkpoint every unit that may be, also with few prefetches, and with inputs of
+        units in host memory, and follow SSDTrain's rule.
         """
         bases = [base]
         if self.fixed is None:
@@ -318,7 +325,15 @@ class _Search:
             kept = keep_all(one)
             placed = FixedPlacement.of(self.model, one).apply(self.model, by_rule)
             checkpointed = checkpoint_all(self.model, kept) or kept
-            for plan in (kept, checkpointed, replace(checkpointed, window_bytes=self._window // 4), placed):
+            narrow, *offloading = (
+                replace(plan, window_bytes=window)
+                for plan, window in (
+                    (checkpointed, self._window // 4),
+                    (offload_inputs(checkpointed), self._window // 4),
+                    (offload_inputs(checkpointed), 0),
+                )
+            )
+            for plan in (kept, checkpointed, narrow, *offloading, placed):
                 self.consider(plan)
 
     def consider(self, plan: Plan) -> Prediction:

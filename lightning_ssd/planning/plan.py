@@ -50,7 +50,7 @@ class UnitPlan:
         operators: choice for each operator's saved tensors, by its name: kept, swapped or recomputed.
         parts: placement of the other parts of the unit, by name.
         checkpoint: whether all saved tensors of the unit's forward but its input are dropped, and the forward is run
-            again in backward (activation checkpointing). `input` and `operators` say "keep" then.
+            again in backward (activation checkpointing). `operators` says "keep" then.
     """
 
     weights: Tier
@@ -164,7 +164,6 @@ class Plan:
         if model.clip_norm and self.clip == "off":
             raise ValueError("`clip='off'`, but the model's gradients are clipped. Use 'deferred' or 'speculative'.")
         _check_names("units", list(self.units), [unit.name for unit in model.units])
-        of_before: UnitPlan | None = None
         for profile in model.units:
             unit, where = self.units[profile.name], f"units.{profile.name}"
             check_choice(f"{where}.input", unit.input, INPUT_CHOICES)
@@ -185,8 +184,7 @@ class Plan:
                     entry = f"{where}.operators.{operator.name}"
                     check_choice(entry, choice, CHOICES)
                     raise ValueError(f"`{entry}` can't be recomputed. Choose `keep`, `host` or `ssd`.")
-            _check_checkpoint(where, unit, of_before, profile)
-            of_before = unit
+            _check_checkpoint(where, unit, profile)
 
     def to_yaml(self) -> str:
         """Returns the plan as YAML, which a user may edit."""
@@ -291,23 +289,18 @@ class Plan:
         return "\n".join(lines)
 
 
-def _check_checkpoint(where: str, unit: UnitPlan, before: UnitPlan | None, profile: UnitProfile) -> None:
-    """Raises ValueError unless a unit may be checkpointed, or is not; `before` is the plan of the unit before."""
-    if before is not None and before.checkpoint and unit.input != "keep":
-        raise ValueError(
-            f"`{where}.input={unit.input!r}`, but the unit before is checkpointed, whose output is kept. Set `keep`, "
-            "or remove `checkpoint` from the unit before."
-        )
+def _check_checkpoint(where: str, unit: UnitPlan, profile: UnitProfile) -> None:
+    """Raises ValueError unless a unit may be checkpointed, or is not."""
     if not unit.checkpoint:
         return
     if profile.checkpoint_bytes is None:
         raise ValueError(
             f"`{where}` can't be checkpointed: its forward can't be run again in backward. Remove `checkpoint`."
         )
-    if {unit.input, *unit.operators.values()} != {"keep"}:
+    if set(unit.operators.values()) - {"keep"}:
         raise ValueError(
-            f"`{where}` is checkpointed, which frees all of its saved tensors but the input: set `input` and all "
-            "`operators` to `keep`, or remove `checkpoint`."
+            f"`{where}` is checkpointed, which frees all of its saved tensors but the input: set all `operators` to "
+            "`keep`, or remove `checkpoint`."
         )
 
 

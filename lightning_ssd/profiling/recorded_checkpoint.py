@@ -45,12 +45,12 @@ class Dropped:
 
 
 class RecordedCheckpoint:
-    """A checkpointed call that runs in a recorded forward, from its begin to `end`.
+    """A checkpointed call that runs in a recorded forward, from `begin` to `end`.
 
     Args:
-        call: the call. Its arguments are saved without hooks, so that they count as saved only if an operator saves
-            them.
-        offloader: the offloader, whose hooks and mode are paused.
+        call: the call. Its arguments are saved by the offloader's hooks. They are not recorded then, so that they count
+            as saved only if an operator saves them.
+        offloader: the offloader, whose mode is paused.
         mode: its mode, which remains in force within the call.
         recorder: records the forward and its backward.
     """
@@ -65,8 +65,12 @@ class RecordedCheckpoint:
         self._call = call
         self._offloader = offloader
         self._recorder = recorder
-        call.begin()
-        internals.push_dispatch_mode(mode)
+        self._mode = mode
+
+    def begin(self) -> None:
+        """Called before the forward, while the mode is paused."""
+        self._call.begin()
+        internals.push_dispatch_mode(self._mode)
         torchs = internals.innermost_saved_hooks(False)
         assert torchs is not None
         self._drop, self._remake = torchs

@@ -185,7 +185,9 @@ class TraceMode(UnitDispatchMode):
         super().__exit__(*error)
 
     def on_saved(self, storage: torch.UntypedStorage, record: SavedStorage | Dropped) -> None:
-        """Called when autograd saves `storage` for the first time in this forward, before it is offloaded."""
+        """Called when autograd saves a tensor of `storage`, before it is offloaded."""
+        if self._running is not None and isinstance(record, SavedStorage):
+            return  # an argument of a checkpointed call, which its own operators may save
         if self._call is not None and self._call_ended is None:
             self._call_ended = self._clock.now()
         number = self._numbers[record] = self._number(storage)
@@ -199,6 +201,8 @@ class TraceMode(UnitDispatchMode):
         """Called when backward unpacks a tensor of `record`, once the compute stream is ordered after its load."""
         if self._node_begun is not None:
             self._node_begun = self._clock.now()
+        elif isinstance(record, SavedStorage) and internals.innermost_dispatch_mode() is not self.backward_mode:
+            return  # an argument of a checkpointed call that is run again
         number = self._numbers.get(record)
         if isinstance(record, Dropped):
             self._last_end = self._clock.now()  # of operators that have run again
@@ -313,9 +317,11 @@ class TraceMode(UnitDispatchMode):
             state = None if proof is None else proof.state()
             if state is not None and self._running is None:
                 assert self._offloader is not None
-                if self._offloader.pause(save_weights=False):  # unless user code has entered hooks or modes around it
+                if self._offloader.pause("all"):  # unless user code has entered hooks or modes around it
                     call = CheckpointedCall(module, arguments, state)
-                    self._running = unit_call, RecordedCheckpoint(call, self._offloader, self, self)
+                    recorded = RecordedCheckpoint(call, self._offloader, self, self)
+                    self._running = unit_call, recorded
+                    recorded.begin()
 
     def compiled_called(
         self, unit_call: UnitCall, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]

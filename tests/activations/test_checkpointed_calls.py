@@ -122,6 +122,11 @@ class Checkpointed:
         self.bytes = self._directed.graph.checkpoint_bytes()
         self._choices: dict[int, Choice] = {item.buffer: "keep" for item in saved}
 
+    def offload_inputs(self) -> None:
+        """Has the following forwards offload the inputs of layers that other layers have made."""
+        saved = self._directed.graph.saved(1)
+        self._choices |= {item.buffer: "host" for item in saved if item.is_unit_input and item.unit_call.unit}
+
     def forward(self) -> Tensor:
         torch.manual_seed(1)
         with self._directed.direct(self._choices, self._freed):
@@ -180,6 +185,30 @@ def test_a_checkpointed_call_frees_its_saved_tensors(offloader: ActivationOffloa
         assert_same(model.gradients(loss), expected)
         checkpointed.end()
         assert count_runs(model) == [0, 1, 0]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_inputs_of_checkpointed_calls_are_offloaded(offloader: ActivationOffloader, again: bool) -> None:
+    """The plan offloads the inputs of the second and third layer. The first layer's is the user's tensor."""
+    model = Layers()
+    expected = model.run()
+    inputs: list[weakref.ref[Any]] = []
+    checkpointed = Checkpointed(offloader, model, frozenset(UnitCall(unit, 0) for unit in range(3)))
+    checkpointed.offload_inputs()
+    for layer in model.layers[1:]:
+        layer.register_forward_pre_hook(
+            ModuleHook(lambda _, args: inputs.append(weakref.ref(args[0].untyped_storage())))
+        )
+    for _ in range(2):
+        inputs.clear()
+        stored = offloader.stats().stored
+        loss = checkpointed.forward()
+        assert [one() for one in inputs] == [None, None]
+        assert offloader.stats().stored - stored == 2 * VALUE.nbytes
+        if again:
+            torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        assert_same(model.gradients(loss), expected)
+        checkpointed.end()
 
 
 def with_cache(model: Layers) -> None:

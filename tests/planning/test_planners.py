@@ -25,7 +25,14 @@ from lightning_ssd.planning import (
     plan_for_least_memory,
     simulate,
 )
-from lightning_ssd.planning.few_launches import checkpoint, checkpoint_all, free_tensors, free_units, keep_all
+from lightning_ssd.planning.few_launches import (
+    checkpoint,
+    checkpoint_all,
+    free_tensors,
+    free_units,
+    keep_all,
+    offload_inputs,
+)
 from lightning_ssd.planning.holistic import CAUTION, PLAIN_GAIN, SAME_EXCESS, min_memory_plan
 from lightning_ssd.planning.resident import resident_by_kind
 from lightning_ssd.planning.saved_groups import build_plan, default_plan, saved_groups
@@ -73,6 +80,24 @@ def test_tensors_that_must_leave_the_device_are_in_host_memory_where_that_is_fas
     best = simulate(model, machine, make_plan(model, machine, fixed=fixed))
     assert not best.excess_bytes(machine)
     assert best.step_seconds <= 1.01 * simulate(model, machine, in_host).step_seconds
+
+
+@pytest.mark.parametrize("clip", ["off", "deferred"])
+def test_inputs_of_checkpointed_units_leave_the_device_where_they_have_no_room(clip: ClipMode) -> None:
+    """All units are checkpointed, and their inputs do not fit: no unit is intercepted, which takes the host long."""
+    model = make_model(8, saved=4 * GB, inputs=GB, forward=0.1)
+    model = replace(model, units=tuple(replace(unit, checkpoint_bytes=0) for unit in model.units))
+    fixed = FixedPlacement(("gpu",) * 8, ("gpu",) * 8, clip=clip)
+    kept = keep_all(fixed.apply(model, min_memory_plan(model)))
+    checkpointed = checkpoint_all(model, kept)
+    assert checkpointed is not None
+    peaks = [simulate(model, H100, plan).gpu_peak_bytes for plan in (checkpointed, offload_inputs(checkpointed))]
+    assert peaks[0] - peaks[1] > 3 * GB
+    machine = replace(H100, gpu_bytes=peaks[0] - GB, host_overhead=HostOverhead(dispatch=0.1))
+    plan = make_plan(model, machine, fixed=fixed)
+    assert not simulate(model, machine, plan).excess_bytes(machine)
+    assert [unit.checkpoint for unit in plan.units.values()] == [True] * 8 and not any(plan.intercepted)
+    assert [unit.input for unit in plan.units.values()] == ["keep", *["host"] * 7]
 
 
 def choices(plan: Plan) -> set[str]:
