@@ -4,7 +4,8 @@ A training has these phases, in the order of the methods. All of them are called
 
 1. profile: `ProfiledSteps` records a micro-batch, checks its recomputations, and times steps. The timed steps run under
    a calibration plan, which checkpoints all units that may be and keeps all else, and correct the profile
-   (`_apply_calibration`). Where that does not fit, they offload all saved tensors.
+   (`_apply_calibration`). Where that does not fit, they offload all else, or, if no unit may be checkpointed or that
+   does not fit either, all saved tensors.
 2. plan: `PlanMaker` makes a plan, for other tiers of model states if that is faster: then states are moved, once.
    `PlanRunner` applies it (`_decide`). If code is compiled again instead, there is no plan, and this object is closed.
 3. compare: measured steps are compared with the prediction (`_compare`). If they exceed the limit of GPU memory, the
@@ -34,7 +35,15 @@ from lightning_ssd.autoplan.plan_runner import COMPARED_STEPS, Comparison, PlanR
 from lightning_ssd.autoplan.profiled_steps import ProfiledSteps
 from lightning_ssd.autoplan.protocol import StatesOwner, Training
 from lightning_ssd.autoplan.recompilation import Recompilation
-from lightning_ssd.planning import ModelProfile, Plan, Prediction, checkpoint_all, render_summary, simulate
+from lightning_ssd.planning import (
+    ModelProfile,
+    Plan,
+    Prediction,
+    checkpoint_all,
+    offload_inputs,
+    render_summary,
+    simulate,
+)
 from lightning_ssd.profiling import (
     add_unseen_memory,
     current_placement,
@@ -260,7 +269,7 @@ class PlanCycle(ProfiledSteps):
     def _apply_calibration(self) -> None:
         """Has the timed steps run under the calibration plan, if there is one."""
         runner = self._make_runner(self._profile(0))
-        plan = self._maker.make_calibration(runner)
+        plan = self._maker.make_calibration(runner, self._freeing(runner))
         if plan is None:
             self.runner = None
             offload_all(self.training.offloader)
@@ -422,14 +431,20 @@ class PlanCycle(ProfiledSteps):
             return False
         profile = self._profile(0)
         runner = self._make_runner(profile)
-        offloading = checkpoint_all(profile, offloading_plan(profile, runner.placement, self.training.offloader))
-        if offloading is None:
+        freeing = self._freeing(runner)
+        if freeing is None:
             self.runner = None
             return False
-        keeping = self._maker.make_calibration(runner) if self._calibration_fits else None
+        calibration = self._maker.make_calibration(runner, freeing) if self._calibration_fits else None
         self.phase = "idle"
-        runner.apply(keeping or offloading)
+        runner.apply(calibration or freeing)
         return True
+
+    def _freeing(self, runner: PlanRunner) -> Plan | None:
+        """Returns the plan that checkpoints all units that may be and offloads all else, also their inputs."""
+        offloading = offloading_plan(runner.profile, runner.placement, self.training.offloader)
+        checkpointing = checkpoint_all(runner.profile, offloading)
+        return None if checkpointing is None else offload_inputs(checkpointing)
 
     # ---- the size of a micro-batch ----
 

@@ -132,18 +132,24 @@ class PlanMaker:
         make = plan_for_least_memory if options.least else make_plan
         return make(runner.profile, runner.hardware, options.planner, runner.placement)
 
-    def make_calibration(self, runner: PlanRunner) -> Plan | None:
+    def make_calibration(self, runner: PlanRunner, freeing: Plan | None) -> Plan | None:
         """Returns the plan that checkpoints all units that may be and keeps all else; `None`: it does not fit.
 
         It needs little memory, pins none for saved tensors, and keeps the device busy. Where no unit may be, as in a
         model that checkpoints its layers itself, it is the plan that is made next if states stay where they are.
+
+        Args:
+            runner: runner with the profiles.
+            freeing: the result where that plan does not fit, and this one does.
         """
         if self.options.plan is not None:
             return None
-        model, placement = runner.profile, runner.placement
+        model, hardware, placement = runner.profile, runner.hardware, runner.placement
         kept = default_plan(model, placement, {}, default_window(model, placement.weights))
-        plan = checkpoint_all(model, kept) or kept
-        return None if simulate(model, runner.hardware, plan).excess_bytes(runner.hardware) else plan
+        for plan in (checkpoint_all(model, kept) or kept, freeing):
+            if plan is not None and not simulate(model, hardware, plan).excess_bytes(hardware):
+                return plan
+        return None
 
     def make_row(self, runner: PlanRunner, plan: Plan, size: float) -> Plan:
         """Returns the plan for micro-batches of another size, which is relative to that of the profile.

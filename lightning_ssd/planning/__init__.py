@@ -13,7 +13,7 @@ The modules, by subject, in the order in which they are best read:
 
 from lightning_ssd.planning.calibration import calibrate, calibrate_step_rate
 from lightning_ssd.planning.endurance import DAY, YEAR, bytes_per_day, large_write_endurance, lifetime_seconds
-from lightning_ssd.planning.few_launches import checkpoint_all, keep_all
+from lightning_ssd.planning.few_launches import checkpoint_all, keep_all, offload_inputs
 from lightning_ssd.planning.hardware import INFINITE_STEP_RATE, HardwareProfile, HostOverhead
 from lightning_ssd.planning.io_timeline import Floats
 from lightning_ssd.planning.migration import (

@@ -44,17 +44,14 @@ def keep_units(base: Plan, names: Collection[str]) -> Plan:
 
 
 def checkpoint(base: Plan, names: Collection[str]) -> Plan:
-    """Returns `base` with the units `names` checkpointed. Their outputs, the inputs of the next units, are kept."""
-    units: dict[str, UnitPlan] = {}
-    after_checkpointed = False
-    for name, unit in base.units.items():
-        if name in names:
-            unit = replace(_kept(unit), checkpoint=True)
-        elif after_checkpointed:
-            unit = replace(unit, input="keep")
-        units[name] = unit
-        after_checkpointed = unit.checkpoint
-    return replace(base, units=units)
+    """Returns `base` with the units `names` checkpointed, which keep their inputs if they were not checkpointed."""
+    return replace(
+        base,
+        units={
+            name: replace(_kept(unit), checkpoint=True) if name in names and not unit.checkpoint else unit
+            for name, unit in base.units.items()
+        },
+    )
 
 
 def checkpoint_all(model: ModelProfile, base: Plan) -> Plan | None:
