@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ ends when the next one is made or read. The number is the buffer's; None: the pa
 
 
 class TransientMemory:
-    """Records allocations and frees of storages, which are alive as long as their Python objects.
+    """Records allocations and frees of storages, which are alive as long as their Python objects, or `outlive` says.
 
     A storage is named by the number of its buffer in the `ForwardGraph`. It may be freed on any thread; each event is
     one `append`, which is atomic.
@@ -27,7 +28,7 @@ class TransientMemory:
         self._events: list[tuple[UnitCall, bool, int, int | None]] = []
         """(unit call, whether in its backward, buffer, change of bytes; None: the backward reads the buffer)."""
         self._now = (UnitCall(0, 0), False)
-        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._alive: dict[int, weakref.ref[Any]] = {}
         self._saved_by: dict[int, UnitCall] = {}
         self._excluded: set[int] = set()
 
@@ -45,6 +46,17 @@ class TransientMemory:
     def mark_saved(self, unit_call: UnitCall, buffer: int) -> None:
         """Excludes a storage, which `unit_call` saves."""
         self._saved_by[buffer] = unit_call
+
+    def outlive(self, buffer: int, owner: object) -> None:
+        """Counts a storage as alive until its first `owner` is freed: in an ordinary call it would be."""
+        storage = self._alive.get(buffer, lambda: None)()
+        if isinstance(storage, torch.UntypedStorage):
+            nbytes = storage.nbytes()
+            self._alive[buffer] = weakref.ref(owner, lambda _: self._free(buffer, nbytes))
+
+    def is_alive(self, buffer: int) -> bool:
+        """Returns whether a storage counts as alive."""
+        return buffer in self._alive
 
     def first_use(self, unit_call: UnitCall, buffer: int) -> None:
         """Records that the backward of `unit_call` reads the saved `buffer`."""

@@ -28,6 +28,7 @@ class Recorder(Protocol):
 
     def on_saved(self, storage: torch.UntypedStorage, record: "SavedStorage | Dropped", /) -> None: ...
     def on_unpacked(self, record: "SavedStorage | Dropped", /) -> None: ...
+    def outlive(self, storage: torch.UntypedStorage, dropped: "Dropped", /) -> None: ...
 
 
 class Dropped:
@@ -35,13 +36,10 @@ class Dropped:
 
     Args:
         holder: stands for the tensor in torch's hooks.
-        kept: storage of a tensor that is not offloaded, such as autocast's cast of a weight. It lives as long as in an
-            ordinary call, so that transient memory is the same; `None`: the tensor is freed.
     """
 
-    def __init__(self, holder: Any, kept: torch.UntypedStorage | None) -> None:
+    def __init__(self, holder: Any) -> None:
         self.holder = holder
-        self.kept = kept
 
 
 class RecordedCheckpoint:
@@ -89,7 +87,7 @@ class RecordedCheckpoint:
 
     def _pack(self, tensor: Tensor) -> Dropped:
         with internals.without_dispatch():
-            dropped = Dropped(self._drop(tensor), None)
+            dropped = Dropped(self._drop(tensor))
             if tensor.layout is torch.strided and internals.has_storage(tensor):
                 storage = storage_of(tensor)
                 offloader = self._offloader
@@ -97,8 +95,8 @@ class RecordedCheckpoint:
                     return dropped  # a reference in an ordinary call
                 if is_activation(tensor, storage, offloader.device, offloader.min_bytes) and storage.resizable():
                     self._recorder.on_saved(storage, dropped)
-                else:
-                    dropped.kept = storage
+                else:  # such as autocast's cast of a weight, which counts as transient memory
+                    self._recorder.outlive(storage, dropped)
             return dropped
 
     def _unpack(self, dropped: Dropped) -> Tensor:

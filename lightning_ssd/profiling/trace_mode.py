@@ -137,9 +137,9 @@ class TraceMode(UnitDispatchMode):
         """States of the generators that torch does not restore, at the begin of each call that may be run again."""
         self._readers: weakref.WeakKeyDictionary[torch.UntypedStorage, set[UnitCall]] = weakref.WeakKeyDictionary()
         """Calls that have read each storage of a parameter or buffer, of which none may be changed in place later."""
-        self._casts: list[tuple[UnitCall, weakref.ref[torch.UntypedStorage], int]] = []
-        """Casts of weights by autocast: the call that has made them, and their bytes. Autograd alone keeps them alive,
-        if it has saved them."""
+        self._casts: list[tuple[UnitCall, int, int]] = []
+        """Casts of weights by autocast: the call that has made them, their number, and their bytes. Autograd alone
+        keeps them alive, if it has saved them."""
         self._module_names: list[str] = []
         self._call: _CompiledCall | None = None
         """The running compiled operation of the forward."""
@@ -209,6 +209,11 @@ class TraceMode(UnitDispatchMode):
         if number is not None and (unit_call := self.graph.buffers[number].unit_call) is not None:
             self.graph.transients.first_use(unit_call, number)
 
+    def outlive(self, storage: torch.UntypedStorage, dropped: Dropped) -> None:
+        """Counts a storage that is freed early as alive until backward has used the tensor that was dropped."""
+        if (number := self._known(storage)) is not None:
+            self.graph.transients.outlive(number, dropped)
+
     def finish(self) -> None:
         """Records the seconds of the operations in the graph. The device must have executed all of them."""
         for operation, span in zip(self.graph.operations, self._spans, strict=True):
@@ -248,8 +253,8 @@ class TraceMode(UnitDispatchMode):
     def begin_backward(self) -> None:
         """Begins to record operations as the backward's."""
         self._backward_of = self.unit_call
-        for unit_call, storage, nbytes in self._casts:
-            if storage() is not None:
+        for unit_call, number, nbytes in self._casts:
+            if self.graph.transients.is_alive(number):
                 self.graph.cast_bytes[unit_call] = self.graph.cast_bytes.get(unit_call, 0) + nbytes
         if self._lifetimes is not None:
             self._lifetimes.phase = "backward"
@@ -476,7 +481,7 @@ class TraceMode(UnitDispatchMode):
                 # With its cache, which Lightning disables, autocast keeps casts alive until its context ends.
                 is_cast = internals.schema_of(func).name == "aten::_to_copy" and all(read.values())
                 if is_cast and not torch.is_autocast_cache_enabled():
-                    self._casts.append((self.unit_call, weakref.ref(storage), storage.nbytes()))
+                    self._casts.append((self.unit_call, number, storage.nbytes()))
         flops = count_flops(func, args, kwargs, result)
         where = self._module_names[-1] if self._module_names else ""
         self.graph.operations.append(

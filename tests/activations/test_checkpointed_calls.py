@@ -1,6 +1,7 @@
 """Checkpointed unit calls drop what autograd saves in them, and run their forward again in backward."""
 
 import copy
+import functools
 import inspect
 import pickle
 import random
@@ -17,15 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from transformers import DynamicCache, PretrainedConfig, modeling_layers
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lightning_ssd.activations import ActivationOffloader, UnitCall, mark_weights
+from lightning_ssd.activations import ActivationOffloader, UnitCall, UnitProof, mark_weights
+from lightning_ssd.profiling import TraceMode
 from lightning_ssd.types import Choice
 from lightning_ssd.uncopied import ModuleHook
 from tests.support.compare import assert_same
-from tests.support.offloader import Directed, open_offloader
+from tests.support.offloader import CPU, Directed, change_policy, open_offloader
 
 
 class Seen:
@@ -187,6 +189,10 @@ def test_a_checkpointed_call_frees_its_saved_tensors(offloader: ActivationOffloa
         assert count_runs(model) == [0, 1, 0]
 
 
+def note_input(inputs: list[weakref.ref[Any]], module: nn.Module, args: tuple[Tensor]) -> None:
+    inputs.append(weakref.ref(args[0].untyped_storage()))
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_inputs_of_checkpointed_calls_are_offloaded(offloader: ActivationOffloader, again: bool) -> None:
     """The plan offloads the inputs of the second and third layer. The first layer's is the user's tensor."""
@@ -196,9 +202,7 @@ def test_inputs_of_checkpointed_calls_are_offloaded(offloader: ActivationOffload
     checkpointed = Checkpointed(offloader, model, frozenset(UnitCall(unit, 0) for unit in range(3)))
     checkpointed.offload_inputs()
     for layer in model.layers[1:]:
-        layer.register_forward_pre_hook(
-            ModuleHook(lambda _, args: inputs.append(weakref.ref(args[0].untyped_storage())))
-        )
+        layer.register_forward_pre_hook(ModuleHook(functools.partial(note_input, inputs)))
     for _ in range(2):
         inputs.clear()
         stored = offloader.stats().stored
@@ -209,6 +213,53 @@ def test_inputs_of_checkpointed_calls_are_offloaded(offloader: ActivationOffload
             torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
         assert_same(model.gradients(loss), expected)
         checkpointed.end()
+
+
+class Made(TorchDispatchMode):
+    """Storages of values that are cast, such as weights by autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.casts: list[weakref.ref[Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default:
+            self.casts.append(weakref.ref(result.untyped_storage()))
+        return result
+
+
+def test_a_recorded_checkpointed_call_keeps_no_memory(offloader: ActivationOffloader) -> None:
+    """Autocast's casts of weights are freed as well, and inputs are offloaded: the record is that of other calls."""
+    model, graphs = Layers(), []
+    offloader.min_bytes = 1
+    for checkpointed in (False, True):
+        proofs = {layer: UnitProof(layer) for layer in model.layers} if checkpointed else {}
+        recorder = TraceMode([[layer] for layer in model.layers], CPU, None, offloader, proofs)
+        offloader.begin_micro_batch()
+        rules = {"mode": recorder, "on_saved": recorder.on_saved, "on_unpacked": recorder.on_unpacked}
+        change_policy(offloader, **rules)
+        inputs: list[weakref.ref[Any]] = []
+        see = functools.partial(note_input, inputs)
+        hooks = [layer.register_forward_pre_hook(ModuleHook(see)) for layer in model.layers[1:]]
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), Made() as made, offloader.hooks():
+            loss = model(VALUE)
+        casts_alive, inputs_alive = ([one() is not None for one in made] for made in (made.casts, inputs))
+        assert any(casts_alive) is not checkpointed and inputs_alive == [False, False]
+        recorder.begin_backward()
+        loss.backward()
+        recorder.end_backward()
+        recorder.finish()
+        model.zero_grad()
+        offloader.end_backward()
+        change_policy(offloader, mode=None, on_saved=None, on_unpacked=None)
+        recorder.close()
+        graphs.append(recorder.graph)
+        for hook in hooks:
+            hook.remove()
+    assert graphs[0].cast_bytes == graphs[1].cast_bytes and len(graphs[0].cast_bytes) == 3
+    assert graphs[0].transients.measure() == graphs[1].transients.measure()
+    assert graphs[0].saved(1) == graphs[1].saved(1)
 
 
 def with_cache(model: Layers) -> None:
