@@ -8,8 +8,9 @@ too. Only if weights are offloaded, a call of the first kind has hooks, which sa
 
 import contextlib
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -31,7 +32,7 @@ from lightning_ssd.activations.record import SavedStorage
 from lightning_ssd.activations.rerun_state import UnitProof
 from lightning_ssd.activations.unit_dispatch_mode import Segment, UnitCall, UnitDispatchMode
 from lightning_ssd.storage_tags import CHOICE
-from lightning_ssd.types import Choice, Saving
+from lightning_ssd.types import Choice, InputChoice, Saving
 
 
 class PlannedOp(NamedTuple):
@@ -61,14 +62,18 @@ class OpSchedule:
         checkpointed: unit calls whose forward is run again in backward, each with the proof that it may. Where a call
             can't be, because of its arguments, hooks of the user, or changes of the unit, the placement policy decides
             about its saved tensors.
-        outputs: choices for results of checkpointed unit calls that are not kept: the next call saves them.
+        outputs: choices for results of checkpointed unit calls that are not kept: the next call saves them. None: the
+            placement policy decides.
+        placed: checkpointed unit calls about whose arguments it decides, too; those of others are kept if they have no
+            choice.
     """
 
     operations: Mapping[Segment, Sequence[PlannedOp]] = field(default_factory=dict)
     plain_calls: frozenset[UnitCall] = frozenset()
     save_weights: bool = False
     checkpointed: Mapping[UnitCall, UnitProof] = field(default_factory=dict)
-    outputs: Mapping[UnitCall, Choice] = field(default_factory=dict)
+    outputs: Mapping[UnitCall, Choice | None] = field(default_factory=dict)
+    placed: frozenset[UnitCall] = frozenset()
 
 
 class SavedTensorHooks(Protocol):
@@ -84,6 +89,9 @@ class SavedTensorHooks(Protocol):
     def choose(self, choices: Sequence[Choice] | None, inputs: Sequence[Tensor] = (), /) -> None: ...
 
 
+_NONE: Mapping[UnitCall, InputChoice | None] = MappingProxyType({})
+
+
 def make_schedule(
     graph: ForwardGraph,
     saved: Sequence[Saved],
@@ -91,7 +99,7 @@ def make_schedule(
     *,
     plain_calls: bool = False,
     save_weights: bool = False,
-    checkpointed: frozenset[UnitCall] = frozenset(),
+    checkpointed: Mapping[UnitCall, InputChoice | None] = _NONE,
 ) -> OpSchedule:
     """Returns the schedule for forwards with the same operations as `graph`.
 
@@ -102,7 +110,8 @@ def make_schedule(
         plain_calls: whether unit calls that keep all saved tensors run as in plain training; then `choices` has each
             buffer that is not kept.
         save_weights: whether weights are offloaded, to which autograd saves references also in these calls.
-        checkpointed: unit calls whose forward is run again in backward.
+        checkpointed: unit calls whose forward is run again in backward, each with the choice for those of its arguments
+            that another of them has made; None: the placement policy decides about its arguments.
     """
     of_operation: dict[int, dict[int, Choice]] = {}
     recomputed: dict[int, dict[int, int]] = {}
@@ -126,13 +135,25 @@ def make_schedule(
         )
     plain = _plain_calls(graph, choices, of_operation) if plain_calls else frozenset()
     proofs = {one: graph.proofs[one] for one in checkpointed if one in graph.proofs}
-    outputs: dict[UnitCall, Choice] = {}
-    for item in saved:
-        maker, choice = graph.buffers[item.buffer].maker, choices.get(item.buffer, "keep")
-        call = None if maker is None else graph.operations[maker].unit_call
-        if item.is_unit_input and choice != "keep" and call is not None and call in proofs:
+    inputs: dict[int, Choice | None] = {}
+    inputs |= {item.buffer: choices.get(item.buffer, "keep") for item in saved if item.is_unit_input}
+    for call, of_arguments in checkpointed.items():  # which saves those, too, that no operation does
+        inputs |= dict.fromkeys(graph.arguments.get(call, ()), of_arguments)
+    outputs = _outputs(graph, inputs, proofs.keys())
+    placed = frozenset(call for call, of_arguments in checkpointed.items() if of_arguments is None)
+    return OpSchedule(schedule, plain - checkpointed.keys(), save_weights, proofs, outputs, placed)
+
+
+def _outputs(
+    graph: ForwardGraph, inputs: Mapping[int, Choice | None], checkpointed: Set[UnitCall]
+) -> dict[UnitCall, Choice | None]:
+    """Returns the choices for results of checkpointed calls, from those for the buffers that other calls save."""
+    outputs: dict[UnitCall, Choice | None] = {}
+    for number, choice in inputs.items():
+        maker = graph.buffers[number].maker
+        if choice != "keep" and maker is not None and (call := graph.operations[maker].unit_call) in checkpointed:
             outputs[call] = choice
-    return OpSchedule(schedule, plain - checkpointed, save_weights, proofs, outputs)
+    return outputs
 
 
 def _plain_calls(
@@ -256,7 +277,7 @@ class PlanMode(UnitDispatchMode):
         state = proof.state()
         self.units_changed |= state is None
         if state is not None and self._hooks.pause("all"):
-            _tag(arguments.tensors, "keep")
+            _tag(arguments.tensors, None if unit_call in self.schedule.placed else "keep")
             self._paused_by = unit_call
             self._checkpointed = CheckpointedCall(module, arguments, state)
             self._checkpointed.begin()
@@ -341,9 +362,9 @@ class PlanMode(UnitDispatchMode):
         return planned
 
 
-def _tag(tensors: Sequence[Tensor], choice: Choice) -> None:
+def _tag(tensors: Sequence[Tensor], choice: Choice | None) -> None:
     """Chooses how storages of tensors are saved by hooks for which there is no choice yet."""
-    for tensor in tensors:
+    for tensor in tensors if choice is not None else ():
         # Tensors inside of `torch.vmap` have no storage.
         if type(tensor) is Tensor and tensor.layout is torch.strided and internals.has_storage(tensor):
             storage = tensor.untyped_storage()

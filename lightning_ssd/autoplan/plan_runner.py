@@ -304,14 +304,14 @@ class PlanRunner:
         for item in profiler.saved:
             unit = plan.units[profiler.name_of(item.unit_call)]
             choices[item.buffer] = unit.input if item.is_unit_input else unit.operators[item.name]
-        checkpointed = (one for one in profiler.graph.unit_calls() if plan.units[profiler.name_of(one)].checkpoint)
+        calls = ((one, plan.units[profiler.name_of(one)]) for one in profiler.graph.unit_calls())
         return make_schedule(
             profiler.graph,
             profiler.saved,
             choices,
             plain_calls=True,
             save_weights=plan.offloads_states,
-            checkpointed=frozenset(checkpointed),
+            checkpointed={one: unit.input for one, unit in calls if unit.checkpoint},
         )
 
     def _gpu_peak(self) -> int:

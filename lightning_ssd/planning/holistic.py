@@ -301,9 +301,14 @@ class _Search:
             self.consider(checkpoint_all(self.model, kept) or kept)
 
     def consider_papers(self) -> None:
-        """Simulates the plans of least memory, without SSDs, too, and those of papers, but Teraio's."""
+        """Simulates the plans of least memory, and those of papers, but Teraio's.
+
+        The former are made without SSDs, too, and with units checkpointed that may be.
+        """
         on_ssd = min_memory_plan(self.model, ssd_bytes=self.hardware.ssd_bytes)
         in_host = [min_memory_plan(self.model, window, ssd_bytes=0) for window in (self._window, 0)]
+        checkpointed = (checkpoint_all(self.model, plan) for plan in in_host)
+        in_host += [offload_inputs(plan) for plan in checkpointed if plan is not None]
         for plan in (on_ssd, *in_host, *(of_papers(self.model, self.hardware) for of_papers in PAPER_PLANNERS)):
             self.consider_other(plan if self.fixed is None else self.fixed.apply(self.model, plan))
 

@@ -89,7 +89,7 @@ def cut_stages(model: ModelProfile, plan: Plan) -> list[Stage]:
             stage = Stage(unit=index, first=start == 0, last=stop == count, remat_bytes=sum(remat_bytes[start:stop]))
             _add_operators(stage, profile, unit, start, stop)
             if unit.checkpoint and stage.last:
-                _add_rerun(stage, profile)
+                _add_rerun(stage, profile, unit)
             stage.fwd_workspace = max(0, stage.fwd_workspace - freed_casts)
             stage.bwd_workspace = max(0, stage.bwd_workspace - freed_casts)
             stages.append(stage)
@@ -125,10 +125,11 @@ def _remat_bytes(profile: UnitProfile, unit: UnitPlan) -> list[int]:
 def _add_operators(stage: Stage, profile: UnitProfile, unit: UnitPlan, start: int, stop: int) -> None:
     """Adds bytes and seconds of the operators from `start` to before `stop` to an empty stage."""
     operators = profile.operators
-    if stage.first and profile.input_bytes:
+    input_bytes = profile.input_bytes if stage.first else 0
+    if input_bytes and not _reruns_from_tier(unit):
         stage.num_saved += 1
-        stage.add_saved(profile.input_bytes, unit.input)
-    peak = stage.saved + (profile.forward_bytes if stage.first else 0)
+        stage.add_saved(input_bytes, unit.input)
+    peak = input_bytes + (profile.forward_bytes if stage.first else 0)
     if stage.first or stage.last:
         stage.bwd_workspace = profile.backward_bytes
     # A dropped result is freed after the next operator has used it.
@@ -157,9 +158,18 @@ def _add_operators(stage: Stage, profile: UnitProfile, unit: UnitPlan, start: in
     stage.fwd_workspace = max(0, peak - stage.saved)
 
 
-def _add_rerun(stage: Stage, profile: UnitProfile) -> None:
+def _reruns_from_tier(unit: UnitPlan) -> bool:
+    """Whether a unit is checkpointed, and its arguments are offloaded, which its rerun needs: in its last stage."""
+    return unit.checkpoint and unit.input != "keep"
+
+
+def _add_rerun(stage: Stage, profile: UnitProfile, unit: UnitPlan) -> None:
     """Adds the run of a checkpointed unit's forward before the backward of its last stage."""
-    stage.saved += profile.checkpoint_bytes or 0
+    if _reruns_from_tier(unit):
+        stage.num_saved += 1
+        stage.add_saved(profile.input_bytes + (profile.checkpoint_bytes or 0), unit.input)
+    else:
+        stage.saved += profile.checkpoint_bytes or 0
     stage.remat_seconds += profile.forward_seconds
     stage.rerun_launch = profile.launch_seconds
     stage.num_rerun_saved = profile.num_saved

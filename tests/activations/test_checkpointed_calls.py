@@ -24,7 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightning_ssd.activations import ActivationOffloader, UnitCall, UnitProof, mark_weights
 from lightning_ssd.profiling import TraceMode
-from lightning_ssd.types import Choice
+from lightning_ssd.types import Choice, InputChoice
 from lightning_ssd.uncopied import ModuleHook
 from tests.support.compare import assert_same
 from tests.support.offloader import CPU, Directed, change_policy, open_offloader
@@ -110,11 +110,20 @@ def offloader(tmp_path: Path) -> Iterator[ActivationOffloader]:
 
 
 class Checkpointed:
-    """A model of which the calls `freed` are checkpointed; the other layers keep their saved tensors."""
+    """A model of which the calls `freed` are checkpointed, with a choice for the inputs that they have made.
 
-    def __init__(self, offloader: ActivationOffloader, model: Layers, freed: frozenset[UnitCall] = FREED) -> None:
+    The other layers keep their saved tensors.
+    """
+
+    def __init__(
+        self,
+        offloader: ActivationOffloader,
+        model: Layers,
+        freed: frozenset[UnitCall] = FREED,
+        inputs: InputChoice | None = "keep",
+    ) -> None:
         self.model = model
-        self._freed = freed
+        self._freed, self._inputs = freed, inputs
         self._directed = Directed(offloader, list(model.layers))
         with self._directed.record():
             torch.manual_seed(1)
@@ -124,14 +133,9 @@ class Checkpointed:
         self.bytes = self._directed.graph.checkpoint_bytes()
         self._choices: dict[int, Choice] = {item.buffer: "keep" for item in saved}
 
-    def offload_inputs(self) -> None:
-        """Has the following forwards offload the inputs of layers that other layers have made."""
-        saved = self._directed.graph.saved(1)
-        self._choices |= {item.buffer: "host" for item in saved if item.is_unit_input and item.unit_call.unit}
-
     def forward(self) -> Tensor:
         torch.manual_seed(1)
-        with self._directed.direct(self._choices, self._freed):
+        with self._directed.direct(self._choices, self._freed, self._inputs):
             return self.model(VALUE)
 
     def run(self) -> list[Tensor]:
@@ -194,21 +198,34 @@ def note_input(inputs: list[weakref.ref[Any]], module: nn.Module, args: tuple[Te
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_inputs_of_checkpointed_calls_are_offloaded(offloader: ActivationOffloader, again: bool) -> None:
-    """The plan offloads the inputs of the second and third layer. The first layer's is the user's tensor."""
+@pytest.mark.parametrize("choice", ["host", None])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_inputs_of_checkpointed_calls_are_offloaded(
+    offloader: ActivationOffloader, autocast: bool, choice: InputChoice | None, again: bool
+) -> None:
+    """Those of the second and third layer, by the plan or the placement. The first layer's is the user's tensor.
+
+    With autocast, operators save casts of them, so that only checkpointed calls save them.
+    """
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False):
+        _assert_inputs_are_offloaded(offloader, choice, again=again)
+
+
+def _assert_inputs_are_offloaded(offloader: ActivationOffloader, choice: InputChoice | None, *, again: bool) -> None:
     model = Layers()
     expected = model.run()
     inputs: list[weakref.ref[Any]] = []
-    checkpointed = Checkpointed(offloader, model, frozenset(UnitCall(unit, 0) for unit in range(3)))
-    checkpointed.offload_inputs()
+    checkpointed = Checkpointed(offloader, model, frozenset(UnitCall(unit, 0) for unit in range(3)), choice)
     for layer in model.layers[1:]:
         layer.register_forward_pre_hook(ModuleHook(functools.partial(note_input, inputs)))
     for _ in range(2):
         inputs.clear()
         stored = offloader.stats().stored
         loss = checkpointed.forward()
-        assert [one() for one in inputs] == [None, None]
-        assert offloader.stats().stored - stored == 2 * VALUE.nbytes
+        offloaded = [one() is None for one in inputs]
+        # The placement keeps a storage that backward needs first.
+        assert all(offloaded[: 1 if choice is None else 2])
+        assert offloader.stats().stored - stored == sum(offloaded) * VALUE.nbytes
         if again:
             torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
         assert_same(model.gradients(loss), expected)

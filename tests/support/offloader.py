@@ -23,7 +23,7 @@ from lightning_ssd.activations import (
 )
 from lightning_ssd.activations.ssd import SSDTier
 from lightning_ssd.profiling import TraceMode
-from lightning_ssd.types import Choice
+from lightning_ssd.types import Choice, InputChoice
 from tests.support.compare import assert_same
 
 CPU = torch.device("cpu")
@@ -139,9 +139,12 @@ class Directed:
         return self.offloader.hooks()
 
     def direct(
-        self, choices: dict[int, Choice], checkpointed: frozenset[UnitCall] = frozenset()
+        self,
+        choices: dict[int, Choice],
+        checkpointed: frozenset[UnitCall] = frozenset(),
+        inputs: InputChoice | None = "keep",
     ) -> AbstractContextManager[None]:
-        self._make_plan_mode(choices, checkpointed)
+        self._make_plan_mode(choices, checkpointed, inputs)
         return self.offloader.hooks()
 
     def end_direct(self) -> None:
@@ -149,7 +152,12 @@ class Directed:
         change_policy(self.offloader, mode=None, on_saved=None, on_unpacked=None)
         self.plan_mode.close()
 
-    def _make_plan_mode(self, choices: dict[int, Choice], checkpointed: frozenset[UnitCall] = frozenset()) -> None:
+    def _make_plan_mode(
+        self,
+        choices: dict[int, Choice],
+        checkpointed: frozenset[UnitCall] = frozenset(),
+        inputs: InputChoice | None = "keep",
+    ) -> None:
         self.plan_mode = PlanMode(self.units, self.offloader)
         self.plan_mode.schedule = make_schedule(
             self.graph,
@@ -157,7 +165,7 @@ class Directed:
             choices,
             plain_calls=True,
             save_weights=self._save_weights,
-            checkpointed=checkpointed,
+            checkpointed=dict.fromkeys(checkpointed, inputs),
         )
         self.offloader.begin_micro_batch()
         change_policy(self.offloader, mode=self.plan_mode)
