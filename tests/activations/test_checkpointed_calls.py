@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from transformers import DynamicCache, PretrainedConfig, modeling_layers
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lightning_ssd.activations import ActivationOffloader, UnitCall, UnitProof, mark_weights
+from lightning_ssd.activations import ActivationOffloader, CheckpointedCall, UnitCall, UnitProof, mark_weights
 from lightning_ssd.profiling import TraceMode
 from lightning_ssd.types import Choice
 from lightning_ssd.uncopied import ModuleHook
@@ -336,6 +336,37 @@ def test_an_error_leaves_nothing_behind(offloader: ActivationOffloader, error: t
     assert offloader.stats().saved == saved  # no hook is left
     checkpointed.end()
     assert_same(checkpointed.run(), expected)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, Abort])
+def test_arguments_of_a_recorded_call_that_can_not_be_saved_leave_nothing_behind(
+    offloader: ActivationOffloader, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """Their error is that of the forward: after an `OutOfMemoryError`, a training runs the micro-batch again."""
+    model = Layers()
+    expected = model.run()
+    proofs: dict[nn.Module, UnitProof] = {model.middle: UnitProof(model.middle)}
+    recorder = TraceMode([[layer] for layer in model.layers], CPU, None, offloader, proofs)
+    begin = CheckpointedCall.begin
+
+    def failing(self: CheckpointedCall) -> None:
+        monkeypatch.setattr(offloader, "_new_record", fail)
+        begin(self)
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(CheckpointedCall, "begin", failing)
+    offloader.begin_micro_batch()
+    change_policy(offloader, mode=recorder, on_saved=recorder.on_saved, on_unpacked=recorder.on_unpacked)
+    with pytest.raises(error), offloader.hooks():
+        model(VALUE)
+    change_policy(offloader, mode=None, on_saved=None, on_unpacked=None)
+    recorder.close()
+    saved = offloader.stats().saved
+    assert _get_current_dispatch_mode() is None
+    assert_same(model.run(), expected)
+    assert offloader.stats().saved == saved  # no hook is left
 
 
 @pytest.mark.parametrize("error", [ValueError, Abort])
