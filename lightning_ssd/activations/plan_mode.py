@@ -256,8 +256,8 @@ class PlanMode(UnitDispatchMode):
         state = proof.state()
         self.units_changed |= state is None
         if state is not None and self._hooks.pause("all"):
-            _tag(arguments.tensors, "keep")
             self._paused_by = unit_call
+            self._tag(arguments.tensors, "keep")
             self._checkpointed = CheckpointedCall(module, arguments, state)
             self._checkpointed.begin()
 
@@ -290,7 +290,18 @@ class PlanMode(UnitDispatchMode):
             self._checkpointed = None
         if self._hooks.can_resume():  # no context is open that a later hook of the user leaves
             self._end_pause()
-        _tag(tensors_of(output), self.schedule.outputs.get(unit_call, "keep"))
+        self._tag(tensors_of(output), self.schedule.outputs.get(unit_call, "keep"))
+
+    def _tag(self, tensors: Sequence[Tensor], choice: Choice) -> None:
+        """Chooses how storages of tensors are saved by hooks for which there is no choice yet."""
+        if self.checking:
+            return  # the placement decides, as in the recorded micro-batch: keeping all may take too much memory
+        for tensor in tensors:
+            # Tensors inside of `torch.vmap` have no storage.
+            if type(tensor) is Tensor and tensor.layout is torch.strided and internals.has_storage(tensor):
+                storage = tensor.untyped_storage()
+                if getattr(storage, CHOICE, None) is None and recomputed_of(tensor, storage) is None:
+                    setattr(storage, CHOICE, choice)
 
     def _end_pause(self) -> None:
         if self._paused_by is not None:
@@ -339,16 +350,6 @@ class PlanMode(UnitDispatchMode):
         self._next += 1
         self.elapsed = self.slowdown * planned.ends
         return planned
-
-
-def _tag(tensors: Sequence[Tensor], choice: Choice) -> None:
-    """Chooses how storages of tensors are saved by hooks for which there is no choice yet."""
-    for tensor in tensors:
-        # Tensors inside of `torch.vmap` have no storage.
-        if type(tensor) is Tensor and tensor.layout is torch.strided and internals.has_storage(tensor):
-            storage = tensor.untyped_storage()
-            if getattr(storage, CHOICE, None) is None and recomputed_of(tensor, storage) is None:
-                setattr(storage, CHOICE, choice)
 
 
 def _containing(units: Sequence[Sequence[nn.Module]]) -> frozenset[int]:

@@ -134,6 +134,11 @@ class Checkpointed:
         with self._directed.direct(self._choices, self._freed):
             return self.model(VALUE)
 
+    def check(self) -> Tensor:
+        torch.manual_seed(1)
+        with self._directed.check(self._freed):
+            return self.model(VALUE)
+
     def run(self) -> list[Tensor]:
         """Returns the loss and the gradients."""
         gradients = self.model.gradients(self.forward())
@@ -213,6 +218,20 @@ def test_inputs_of_checkpointed_calls_are_offloaded(offloader: ActivationOffload
             torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
         assert_same(model.gradients(loss), expected)
         checkpointed.end()
+
+
+def test_inputs_are_offloaded_while_recomputed_tensors_are_checked(offloader: ActivationOffloader) -> None:
+    """As in the recorded micro-batch: where memory is short, the inputs of all layers may have no room."""
+    model = Layers()
+    expected = model.run()
+    inputs: list[weakref.ref[Any]] = []
+    checkpointed = Checkpointed(offloader, model, frozenset(UnitCall(unit, 0) for unit in range(3)))
+    for layer in model.layers[1:]:
+        layer.register_forward_pre_hook(ModuleHook(functools.partial(note_input, inputs)))
+    loss = checkpointed.check()
+    assert [one() for one in inputs] == [None, None]
+    assert_same(model.gradients(loss), expected)
+    checkpointed.end()
 
 
 class Made(TorchDispatchMode):
