@@ -193,9 +193,9 @@ class TraceMode(UnitDispatchMode):
         number = self._numbers[record] = self._number(storage)
         buffer = self.graph.buffers[number]
         if buffer.unit_call is None:
-            buffer.unit_call = self.unit_call
+            buffer.unit_call = self._compiled or self.unit_call
             buffer.outlives_call = self._segment.begun_by == "exit"
-            self.graph.transients.mark_saved(self.unit_call, number)
+            self.graph.transients.mark_saved(buffer.unit_call, number)
 
     def on_unpacked(self, record: SavedStorage | Dropped) -> None:
         """Called when backward unpacks a tensor of `record`, once the compute stream is ordered after its load."""
