@@ -248,9 +248,24 @@ class Made(TorchDispatchMode):
         return result
 
 
-def test_a_recorded_checkpointed_call_keeps_no_memory(offloader: ActivationOffloader) -> None:
+def with_an_argument_that_is_saved_afterwards(model: Layers) -> None:
+    """The layer itself does not save it, so that its record is made for the argument."""
+
+    def call(value: Tensor) -> Tensor:
+        other = value * 0.5
+        result: Tensor = model.middle(value, other=other) * other
+        return result
+
+    model.call = call
+
+
+@pytest.mark.parametrize("prepare", [lambda model: None, with_an_argument_that_is_saved_afterwards])
+def test_a_recorded_checkpointed_call_keeps_no_memory(
+    offloader: ActivationOffloader, prepare: Callable[[Layers], None]
+) -> None:
     """Autocast's casts of weights are freed as well, and inputs are offloaded: the record is that of other calls."""
     model, graphs = Layers(), []
+    prepare(model)
     offloader.min_bytes = 1
     for checkpointed in (False, True):
         proofs = {layer: UnitProof(layer) for layer in model.layers} if checkpointed else {}
