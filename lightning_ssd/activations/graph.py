@@ -114,6 +114,8 @@ class ForwardGraph:
     """Numbers of the buffers among the arguments of each unit call whose forward may be run again in backward."""
     proofs: dict[UnitCall, UnitProof] = field(default_factory=dict)
     """For each of these calls, the proof that it may, which user code ends by changing the unit."""
+    results: dict[UnitCall, dict[int, int]] = field(default_factory=dict)
+    """For each of these calls, numbers of the buffers of returned tensors, by position among them."""
     cast_bytes: dict[UnitCall, int] = field(default_factory=dict)
     """Bytes of autocast's casts of weights that each unit call has made and backward needs."""
 

@@ -2,8 +2,9 @@
 
 Intercepting an operation takes the host longer than launching it. So two kinds of unit calls run without the mode:
 those in which the plan keeps every saved tensor run as in plain training, and checkpointed ones drop every saved tensor
-but their arguments, and are run again in backward (`checkpointed_call.py`). They run without our saved-tensor hooks,
-too. Only if weights are offloaded, a call of the first kind has hooks, which save references to weights.
+but their arguments, and are run again in backward (`checkpointed_call.py`). Calls of the first kind run without our
+saved-tensor hooks, too; if weights are offloaded, with hooks that save references to weights. Our hooks save the
+arguments of checkpointed calls, which may be offloaded.
 """
 
 import contextlib
@@ -61,14 +62,14 @@ class OpSchedule:
         checkpointed: unit calls whose forward is run again in backward, each with the proof that it may. Where a call
             can't be, because of its arguments, hooks of the user, or changes of the unit, the placement policy decides
             about its saved tensors.
-        outputs: choices for results of checkpointed unit calls that are not kept: the next call saves them.
+        results: choices for results of checkpointed unit calls, which later calls save, by position. Others are kept.
     """
 
     operations: Mapping[Segment, Sequence[PlannedOp]] = field(default_factory=dict)
     plain_calls: frozenset[UnitCall] = frozenset()
     save_weights: bool = False
     checkpointed: Mapping[UnitCall, UnitProof] = field(default_factory=dict)
-    outputs: Mapping[UnitCall, Choice] = field(default_factory=dict)
+    results: Mapping[UnitCall, Mapping[int, Choice]] = field(default_factory=dict)
 
 
 class SavedTensorHooks(Protocol):
@@ -126,13 +127,11 @@ def make_schedule(
         )
     plain = _plain_calls(graph, choices, of_operation) if plain_calls else frozenset()
     proofs = {one: graph.proofs[one] for one in checkpointed if one in graph.proofs}
-    outputs: dict[UnitCall, Choice] = {}
-    for item in saved:
-        maker, choice = graph.buffers[item.buffer].maker, choices.get(item.buffer, "keep")
-        call = None if maker is None else graph.operations[maker].unit_call
-        if item.is_unit_input and choice != "keep" and call is not None and call in proofs:
-            outputs[call] = choice
-    return OpSchedule(schedule, plain - checkpointed, save_weights, proofs, outputs)
+    results = {
+        call: {position: choices.get(number, "keep") for position, number in graph.results.get(call, {}).items()}
+        for call in proofs
+    }
+    return OpSchedule(schedule, plain - checkpointed, save_weights, proofs, results)
 
 
 def _plain_calls(
@@ -257,7 +256,8 @@ class PlanMode(UnitDispatchMode):
         self.units_changed |= state is None
         if state is not None and self._hooks.pause("all"):
             self._paused_by = unit_call
-            self._tag(arguments.tensors, "keep")
+            for tensor in arguments.tensors:
+                self._tag(tensor, "keep")
             self._checkpointed = CheckpointedCall(module, arguments, state)
             self._checkpointed.begin()
 
@@ -290,18 +290,19 @@ class PlanMode(UnitDispatchMode):
             self._checkpointed = None
         if self._hooks.can_resume():  # no context is open that a later hook of the user leaves
             self._end_pause()
-        self._tag(tensors_of(output), self.schedule.outputs.get(unit_call, "keep"))
+        choices = self.schedule.results.get(unit_call, {})
+        for position, tensor in enumerate(tensors_of(output)):
+            self._tag(tensor, choices.get(position, "keep"))
 
-    def _tag(self, tensors: Sequence[Tensor], choice: Choice) -> None:
-        """Chooses how storages of tensors are saved by hooks for which there is no choice yet."""
+    def _tag(self, tensor: Tensor, choice: Choice) -> None:
+        """Chooses how the storage of a tensor is saved by hooks, unless there is a choice already."""
         if self.checking:
             return  # the placement decides, as in the recorded micro-batch: keeping all may take too much memory
-        for tensor in tensors:
-            # Tensors inside of `torch.vmap` have no storage.
-            if type(tensor) is Tensor and tensor.layout is torch.strided and internals.has_storage(tensor):
-                storage = tensor.untyped_storage()
-                if getattr(storage, CHOICE, None) is None and recomputed_of(tensor, storage) is None:
-                    setattr(storage, CHOICE, choice)
+        # Tensors inside of `torch.vmap` have no storage.
+        if type(tensor) is Tensor and tensor.layout is torch.strided and internals.has_storage(tensor):
+            storage = tensor.untyped_storage()
+            if getattr(storage, CHOICE, None) is None and recomputed_of(tensor, storage) is None:
+                setattr(storage, CHOICE, choice)
 
     def _end_pause(self) -> None:
         if self._paused_by is not None:

@@ -416,9 +416,15 @@ class TraceMode(UnitDispatchMode):
         def begins(_: object) -> None:
             self._backward_of = unit_call
 
-        for value in tensors_of(output):
+        results: dict[int, int] = {}
+        for position, value in enumerate(tensors_of(output)):
             if value.grad_fn is not None:
                 value.grad_fn.register_prehook(begins)
+            if value.layout is torch.strided and internals.has_storage(value):
+                number = self._known(storage_of(value))
+                if number is not None:
+                    results[position] = number
+        self.graph.results[unit_call] = results
         before = self._random_states.pop(unit_call, None)
         if before is not None and before != other_random_states():
             self._must_run_once([unit_call])  # another run would draw other numbers
