@@ -200,8 +200,13 @@ def note_input(inputs: list[weakref.ref[Any]], module: nn.Module, args: tuple[Te
 
 @pytest.mark.parametrize("again", [False, True])
 def test_inputs_of_checkpointed_calls_are_offloaded(offloader: ActivationOffloader, again: bool) -> None:
-    """The plan offloads the inputs of the second and third layer. The first layer's is the user's tensor."""
+    """The plan offloads the inputs of the second and third layer. The first layer's is the user's tensor.
+
+    Other arguments, for which a plan has no choice, are kept.
+    """
     model = Layers()
+    model.call = lambda value: model.middle(value, other=value * 0.5)
+    model.middle.seen.keywords = deque(maxlen=0)
     expected = model.run()
     inputs: list[weakref.ref[Any]] = []
     checkpointed = Checkpointed(offloader, model, frozenset(UnitCall(unit, 0) for unit in range(3)))
