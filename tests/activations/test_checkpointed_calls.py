@@ -120,7 +120,7 @@ class Checkpointed:
             torch.manual_seed(1)
             loss = model(VALUE)
         model.gradients(loss)
-        saved = self._directed.end_record()
+        self.saved = saved = self._directed.end_record()
         self.bytes = self._directed.graph.checkpoint_bytes()
         self._choices: dict[int, Choice] = {item.buffer: "keep" for item in saved}
 
@@ -315,6 +315,15 @@ def test_a_graph_can_be_used_twice(offloader: ActivationOffloader, prepare: Call
     torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
     assert_same(model.gradients(loss), expected)
     checkpointed.end()
+
+
+def test_an_argument_that_a_plan_has_kept_is_recorded_again(offloader: ActivationOffloader) -> None:
+    """A tensor of the user lives longer than the plan, and a later profile counts it as one that autograd saves."""
+    model = Layers()
+    for _ in range(2):
+        checkpointed = Checkpointed(offloader, model, frozenset({UnitCall(0, 0)}))
+        assert "input" in [item.name for item in checkpointed.saved]
+        checkpointed.run()
 
 
 def test_the_layer_is_the_users_at_every_time(offloader: ActivationOffloader) -> None:
