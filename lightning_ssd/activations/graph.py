@@ -5,6 +5,7 @@ the later forwards that follow it. (Plans in files have names of unit calls and 
 lists them with the numbers.) A buffer has the operation that made it, and the position among its results.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -114,6 +115,8 @@ class ForwardGraph:
     """Numbers of the buffers among the arguments of each unit call whose forward may be run again in backward."""
     proofs: dict[UnitCall, UnitProof] = field(default_factory=dict)
     """For each of these calls, the proof that it may, which user code ends by changing the unit."""
+    results: dict[UnitCall, dict[int, int]] = field(default_factory=dict)
+    """For each of these calls, numbers of the buffers of returned tensors, by position among them."""
     cast_bytes: dict[UnitCall, int] = field(default_factory=dict)
     """Bytes of autocast's casts of weights that each unit call has made and backward needs."""
 
@@ -159,6 +162,23 @@ class ForwardGraph:
             }
             result[unit_call] = sum(self.buffers[number].nbytes for number in not_saved | remaining)
         return result
+
+    def lone_arguments(self) -> dict[UnitCall, list[int]]:
+        """Returns, for calls that may be run again, the arguments that are those of one call, and that no call saves.
+
+        Autocast saves casts of such tensors, for one. They are numbers of buffers that an operation has made.
+        """
+        counts = Counter(number for arguments in self.arguments.values() for number in arguments)
+        return {
+            unit_call: [
+                number
+                for number in arguments
+                if counts[number] == 1
+                and self.buffers[number].unit_call is None
+                and self.buffers[number].maker is not None
+            ]
+            for unit_call, arguments in self.arguments.items()
+        }
 
     def _may_run_again(self, operations: set[int], arguments: frozenset[int]) -> bool:
         """Returns whether the operations of a unit call, which reads `arguments`, have the same effects if they run

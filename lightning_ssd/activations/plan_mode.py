@@ -2,13 +2,14 @@
 
 Intercepting an operation takes the host longer than launching it. So two kinds of unit calls run without the mode:
 those in which the plan keeps every saved tensor run as in plain training, and checkpointed ones drop every saved tensor
-but their arguments, and are run again in backward (`checkpointed_call.py`). They run without our saved-tensor hooks,
-too. Only if weights are offloaded, a call of the first kind has hooks, which save references to weights.
+but their arguments, and are run again in backward (`checkpointed_call.py`). Calls of the first kind run without our
+saved-tensor hooks, too; if weights are offloaded, with hooks that save references to weights. Our hooks save the
+arguments of checkpointed calls, which may be offloaded.
 """
 
 import contextlib
 import weakref
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -62,18 +63,14 @@ class OpSchedule:
         checkpointed: unit calls whose forward is run again in backward, each with the proof that it may. Where a call
             can't be, because of its arguments, hooks of the user, or changes of the unit, the placement policy decides
             about its saved tensors.
-        outputs: choices for results of checkpointed unit calls that are not kept: the next call saves them. None: the
-            placement policy decides.
-        placed: checkpointed unit calls about whose arguments it decides, too; those of others are kept if they have no
-            choice.
+        results: choices for results of checkpointed unit calls, which later calls save, by position. Others are kept.
     """
 
     operations: Mapping[Segment, Sequence[PlannedOp]] = field(default_factory=dict)
     plain_calls: frozenset[UnitCall] = frozenset()
     save_weights: bool = False
     checkpointed: Mapping[UnitCall, UnitProof] = field(default_factory=dict)
-    outputs: Mapping[UnitCall, Choice | None] = field(default_factory=dict)
-    placed: frozenset[UnitCall] = frozenset()
+    results: Mapping[UnitCall, Mapping[int, Choice]] = field(default_factory=dict)
 
 
 class SavedTensorHooks(Protocol):
@@ -89,7 +86,7 @@ class SavedTensorHooks(Protocol):
     def choose(self, choices: Sequence[Choice] | None, inputs: Sequence[Tensor] = (), /) -> None: ...
 
 
-_NONE: Mapping[UnitCall, InputChoice | None] = MappingProxyType({})
+_NONE: Mapping[UnitCall, InputChoice] = MappingProxyType({})
 
 
 def make_schedule(
@@ -99,7 +96,7 @@ def make_schedule(
     *,
     plain_calls: bool = False,
     save_weights: bool = False,
-    checkpointed: Mapping[UnitCall, InputChoice | None] = _NONE,
+    checkpointed: Mapping[UnitCall, InputChoice] = _NONE,
 ) -> OpSchedule:
     """Returns the schedule for forwards with the same operations as `graph`.
 
@@ -110,8 +107,8 @@ def make_schedule(
         plain_calls: whether unit calls that keep all saved tensors run as in plain training; then `choices` has each
             buffer that is not kept.
         save_weights: whether weights are offloaded, to which autograd saves references also in these calls.
-        checkpointed: unit calls whose forward is run again in backward, each with the choice for those of its arguments
-            that another of them has made; None: the placement policy decides about its arguments.
+        checkpointed: unit calls whose forward is run again in backward, each with the choice for its arguments that it
+            alone saves (`ForwardGraph.lone_arguments`).
     """
     of_operation: dict[int, dict[int, Choice]] = {}
     recomputed: dict[int, dict[int, int]] = {}
@@ -135,25 +132,14 @@ def make_schedule(
         )
     plain = _plain_calls(graph, choices, of_operation) if plain_calls else frozenset()
     proofs = {one: graph.proofs[one] for one in checkpointed if one in graph.proofs}
-    inputs: dict[int, Choice | None] = {}
-    inputs |= {item.buffer: choices.get(item.buffer, "keep") for item in saved if item.is_unit_input}
-    for call, of_arguments in checkpointed.items():  # which saves those, too, that no operation does
-        inputs |= dict.fromkeys(graph.arguments.get(call, ()), of_arguments)
-    outputs = _outputs(graph, inputs, proofs.keys())
-    placed = frozenset(call for call, of_arguments in checkpointed.items() if of_arguments is None)
-    return OpSchedule(schedule, plain - checkpointed.keys(), save_weights, proofs, outputs, placed)
-
-
-def _outputs(
-    graph: ForwardGraph, inputs: Mapping[int, Choice | None], checkpointed: Set[UnitCall]
-) -> dict[UnitCall, Choice | None]:
-    """Returns the choices for results of checkpointed calls, from those for the buffers that other calls save."""
-    outputs: dict[UnitCall, Choice | None] = {}
-    for number, choice in inputs.items():
-        maker = graph.buffers[number].maker
-        if choice != "keep" and maker is not None and (call := graph.operations[maker].unit_call) in checkpointed:
-            outputs[call] = choice
-    return outputs
+    of_calls: dict[int, Choice] = dict(choices)
+    for call, numbers in graph.lone_arguments().items():
+        of_calls |= dict.fromkeys(numbers, checkpointed.get(call, "keep"))
+    results = {
+        call: {position: of_calls.get(number, "keep") for position, number in graph.results.get(call, {}).items()}
+        for call in proofs
+    }
+    return OpSchedule(schedule, plain - checkpointed.keys(), save_weights, proofs, results)
 
 
 def _plain_calls(
@@ -277,8 +263,9 @@ class PlanMode(UnitDispatchMode):
         state = proof.state()
         self.units_changed |= state is None
         if state is not None and self._hooks.pause("all"):
-            _tag(arguments.tensors, None if unit_call in self.schedule.placed else "keep")
             self._paused_by = unit_call
+            for tensor in arguments.tensors:
+                self._tag(tensor, "keep")
             self._checkpointed = CheckpointedCall(module, arguments, state)
             self._checkpointed.begin()
 
@@ -311,7 +298,19 @@ class PlanMode(UnitDispatchMode):
             self._checkpointed = None
         if self._hooks.can_resume():  # no context is open that a later hook of the user leaves
             self._end_pause()
-        _tag(tensors_of(output), self.schedule.outputs.get(unit_call, "keep"))
+        choices = self.schedule.results.get(unit_call, {})
+        for position, tensor in enumerate(tensors_of(output)):
+            self._tag(tensor, choices.get(position, "keep"))
+
+    def _tag(self, tensor: Tensor, choice: Choice) -> None:
+        """Chooses how the storage of a tensor is saved by hooks, unless there is a choice already."""
+        if self.checking:
+            return  # the placement decides, as in the recorded micro-batch: keeping all may take too much memory
+        # Tensors inside of `torch.vmap` have no storage.
+        if type(tensor) is Tensor and tensor.layout is torch.strided and internals.has_storage(tensor):
+            storage = tensor.untyped_storage()
+            if getattr(storage, CHOICE, None) is None and recomputed_of(tensor, storage) is None:
+                setattr(storage, CHOICE, choice)
 
     def _end_pause(self) -> None:
         if self._paused_by is not None:
@@ -360,16 +359,6 @@ class PlanMode(UnitDispatchMode):
         self._next += 1
         self.elapsed = self.slowdown * planned.ends
         return planned
-
-
-def _tag(tensors: Sequence[Tensor], choice: Choice | None) -> None:
-    """Chooses how storages of tensors are saved by hooks for which there is no choice yet."""
-    for tensor in tensors if choice is not None else ():
-        # Tensors inside of `torch.vmap` have no storage.
-        if type(tensor) is Tensor and tensor.layout is torch.strided and internals.has_storage(tensor):
-            storage = tensor.untyped_storage()
-            if getattr(storage, CHOICE, None) is None and recomputed_of(tensor, storage) is None:
-                setattr(storage, CHOICE, choice)
 
 
 def _containing(units: Sequence[Sequence[nn.Module]]) -> frozenset[int]:

@@ -134,6 +134,8 @@ class UnitProfile:
             weights, gradients and states are the sums; empty: the unit is placed as a whole.
         checkpoint_bytes: bytes that stay on the GPU from forward to backward, besides the saved input, if the unit is
             checkpointed; None: its forward can't be run again in backward.
+        argument_bytes: those of them that leave it with the input, if that is offloaded: bytes of arguments that no
+            operator saves.
         cast_bytes: bytes of autocast's casts of weights that are saved. They are no saved bytes of operators, but
             transient bytes from the unit's forward to its backward. If it is checkpointed, they are freed in between.
         resident_extra_bytes: as in `PartProfile`.
@@ -151,13 +153,14 @@ class UnitProfile:
     backward_bytes: int = 0
     parts: tuple[PartProfile, ...] = ()
     checkpoint_bytes: int | None = None
+    argument_bytes: int = 0
     cast_bytes: int = 0
     resident_extra_bytes: int = 0
 
     def __post_init__(self) -> None:
         check_not_negative(f"{self.name}.checkpoint_bytes", self.checkpoint_bytes or 0)
         for field in ("input_bytes", "parameters", "weight_bytes", "gradient_bytes", "state_bytes_read",
-                      "state_bytes_written", "forward_bytes", "backward_bytes", "cast_bytes",
+                      "state_bytes_written", "forward_bytes", "backward_bytes", "argument_bytes", "cast_bytes",
                       "resident_extra_bytes"):  # fmt: skip
             check_not_negative(f"{self.name}.{field}", getattr(self, field))
         if not self.operators:
@@ -374,6 +377,7 @@ class ModelProfile:
                 forward_bytes=round(workspace * unit.forward_bytes),
                 backward_bytes=round(workspace * unit.backward_bytes),
                 checkpoint_bytes=None if unit.checkpoint_bytes is None else round(size * unit.checkpoint_bytes),
+                argument_bytes=round(size * unit.argument_bytes),
                 operators=tuple(scale_operator(operator) for operator in unit.operators),
             )
             for unit in self.units

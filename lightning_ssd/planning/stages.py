@@ -167,9 +167,9 @@ def _add_rerun(stage: Stage, profile: UnitProfile, unit: UnitPlan) -> None:
     """Adds the run of a checkpointed unit's forward before the backward of its last stage."""
     if _reruns_from_tier(unit):
         stage.num_saved += 1
-        stage.add_saved(profile.input_bytes + (profile.checkpoint_bytes or 0), unit.input)
-    else:
-        stage.saved += profile.checkpoint_bytes or 0
+        stage.add_saved(profile.input_bytes + profile.argument_bytes, unit.input)
+        stage.saved -= profile.argument_bytes
+    stage.saved += profile.checkpoint_bytes or 0
     stage.remat_seconds += profile.forward_seconds
     stage.rerun_launch = profile.launch_seconds
     stage.num_rerun_saved = profile.num_saved

@@ -206,7 +206,7 @@ class Profiler(Uncopied):
         mode = self._plan_mode = PlanMode([unit.modules for unit in self.units], self._offloader)
         choices: dict[int, Choice] = {item.buffer: "recompute" for item in self.saved if item.recomputable}
         checkpointed = _all_but_first(self.units, self.graph, self._checkpointed)
-        mode.schedule = make_schedule(self.graph, self.saved, choices, checkpointed=dict.fromkeys(checkpointed, None))
+        mode.schedule = make_schedule(self.graph, self.saved, choices, checkpointed=dict.fromkeys(checkpointed, "keep"))
         mode.checking = True
         self._enter_mode(mode, mode.on_saved, mode.check)
 

@@ -4,6 +4,7 @@ Torch's hooks drop the tensors that the call saves. Hooks inside of them record 
 unpacks it. The mode that records the backward is removed while the call runs again.
 """
 
+import contextlib
 from typing import Any, Protocol
 
 import torch
@@ -64,21 +65,23 @@ class RecordedCheckpoint:
         self._offloader = offloader
         self._recorder = recorder
         self._mode = mode
+        self._entered = contextlib.ExitStack()
+        """The mode and the hooks that `begin` has entered: none if the call's arguments could not be saved."""
 
     def begin(self) -> None:
         """Called before the forward, while the mode is paused."""
         self._call.begin()
         internals.push_dispatch_mode(self._mode)
+        self._entered.callback(internals.pop_dispatch_mode)
         torchs = internals.innermost_saved_hooks(False)
         assert torchs is not None
         self._drop, self._remake = torchs
-        # Without a reference, which would be a cycle that keeps the call's arguments: another object leaves the hooks.
-        saved_tensors_hooks(self._pack, self._unpack).__enter__()
+        # Left by `end`: a longer reference would be a cycle that keeps the call's arguments.
+        self._entered.enter_context(saved_tensors_hooks(self._pack, self._unpack))
 
     def end(self, *, interrupted: bool = False) -> None:
         """Called when the call has returned or raised an error; `interrupted`: torch has called no hook since."""
-        saved_tensors_hooks(self._pack, self._unpack).__exit__()
-        internals.pop_dispatch_mode()
+        self._entered.close()
         if interrupted:
             self._call.interrupt()
         else:

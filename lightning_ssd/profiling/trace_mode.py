@@ -193,9 +193,9 @@ class TraceMode(UnitDispatchMode):
         number = self._numbers[record] = self._number(storage)
         buffer = self.graph.buffers[number]
         if buffer.unit_call is None:
-            buffer.unit_call = self.unit_call
+            buffer.unit_call = self._compiled or self.unit_call
             buffer.outlives_call = self._segment.begun_by == "exit"
-            self.graph.transients.mark_saved(self.unit_call, number)
+            self.graph.transients.mark_saved(buffer.unit_call, number)
 
     def on_unpacked(self, record: SavedStorage | Dropped) -> None:
         """Called when backward unpacks a tensor of `record`, once the compute stream is ordered after its load."""
@@ -416,9 +416,15 @@ class TraceMode(UnitDispatchMode):
         def begins(_: object) -> None:
             self._backward_of = unit_call
 
-        for value in tensors_of(output):
+        results: dict[int, int] = {}
+        for position, value in enumerate(tensors_of(output)):
             if value.grad_fn is not None:
                 value.grad_fn.register_prehook(begins)
+            if value.layout is torch.strided and internals.has_storage(value):
+                number = self._known(storage_of(value))
+                if number is not None:
+                    results[position] = number
+        self.graph.results[unit_call] = results
         before = self._random_states.pop(unit_call, None)
         if before is not None and before != other_random_states():
             self._must_run_once([unit_call])  # another run would draw other numbers

@@ -33,6 +33,7 @@ def unit_profiles(
     """
     measured = graph.transients.measure()
     checkpoint_bytes = graph.checkpoint_bytes() if allow_recompute else {}
+    arguments = graph.lone_arguments()
     profiles = []
     for unit_call in calls_of_units(units, graph):
         parts = parts_of(units[unit_call.unit]) if unit_call.call_index == 0 else ()
@@ -40,7 +41,16 @@ def unit_profiles(
         name = unit_call_name(units[unit_call.unit].name, unit_call.call_index)
         profile = _unit_profile(graph, unit_call, name, of_call, launches.get(unit_call, 0.0), parts, *measured)
         cast_bytes = graph.cast_bytes.get(unit_call, 0)
-        profiles.append(replace(profile, checkpoint_bytes=checkpoint_bytes.get(unit_call), cast_bytes=cast_bytes))
+        of_checkpoint = checkpoint_bytes.get(unit_call)
+        lone = arguments.get(unit_call, ()) if of_checkpoint is not None else ()
+        profiles.append(
+            replace(
+                profile,
+                checkpoint_bytes=of_checkpoint,
+                argument_bytes=sum(graph.buffers[number].nbytes for number in lone),
+                cast_bytes=cast_bytes,
+            )
+        )
     return tuple(profiles)
 
 

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from transformers import DynamicCache, PretrainedConfig, modeling_layers
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lightning_ssd.activations import ActivationOffloader, UnitCall, UnitProof, mark_weights
+from lightning_ssd.activations import ActivationOffloader, CheckpointedCall, UnitCall, UnitProof, mark_weights
 from lightning_ssd.profiling import TraceMode
 from lightning_ssd.types import Choice, InputChoice
 from lightning_ssd.uncopied import ModuleHook
@@ -109,33 +109,38 @@ def offloader(tmp_path: Path) -> Iterator[ActivationOffloader]:
         yield offloader
 
 
+_KEEP: InputChoice = "keep"
+
+
 class Checkpointed:
-    """A model of which the calls `freed` are checkpointed, with a choice for the inputs that they have made.
+    """A model of which the calls `freed` are checkpointed; the other layers keep their saved tensors."""
 
-    The other layers keep their saved tensors.
-    """
-
-    def __init__(
-        self,
-        offloader: ActivationOffloader,
-        model: Layers,
-        freed: frozenset[UnitCall] = FREED,
-        inputs: InputChoice | None = "keep",
-    ) -> None:
+    def __init__(self, offloader: ActivationOffloader, model: Layers, freed: frozenset[UnitCall] = FREED) -> None:
         self.model = model
-        self._freed, self._inputs = freed, inputs
+        self._freed, self._inputs = freed, _KEEP
         self._directed = Directed(offloader, list(model.layers))
         with self._directed.record():
             torch.manual_seed(1)
             loss = model(VALUE)
         model.gradients(loss)
-        saved = self._directed.end_record()
+        self.saved = saved = self._directed.end_record()
         self.bytes = self._directed.graph.checkpoint_bytes()
         self._choices: dict[int, Choice] = {item.buffer: "keep" for item in saved}
+
+    def offload_inputs(self) -> None:
+        """Has the following forwards offload the inputs of layers that other layers have made."""
+        saved = self._directed.graph.saved(1)
+        self._choices |= {item.buffer: "host" for item in saved if item.is_unit_input and item.unit_call.unit}
+        self._inputs = "host"
 
     def forward(self) -> Tensor:
         torch.manual_seed(1)
         with self._directed.direct(self._choices, self._freed, self._inputs):
+            return self.model(VALUE)
+
+    def check(self) -> Tensor:
+        torch.manual_seed(1)
+        with self._directed.check(self._freed):
             return self.model(VALUE)
 
     def run(self) -> list[Tensor]:
@@ -198,38 +203,53 @@ def note_input(inputs: list[weakref.ref[Any]], module: nn.Module, args: tuple[Te
 
 
 @pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("choice", ["host", None])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_inputs_of_checkpointed_calls_are_offloaded(
-    offloader: ActivationOffloader, autocast: bool, choice: InputChoice | None, again: bool
+    offloader: ActivationOffloader, autocast: bool, again: bool
 ) -> None:
-    """Those of the second and third layer, by the plan or the placement. The first layer's is the user's tensor.
+    """The plan offloads the inputs of the second and third layer. The first layer's is the user's tensor.
 
-    With autocast, operators save casts of them, so that only checkpointed calls save them.
+    Other arguments, for which a plan has no choice, are kept. With autocast, operators save casts of the inputs, so
+    that only checkpointed calls save these.
     """
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False):
-        _assert_inputs_are_offloaded(offloader, choice, again=again)
+        _assert_inputs_are_offloaded(offloader, again=again)
 
 
-def _assert_inputs_are_offloaded(offloader: ActivationOffloader, choice: InputChoice | None, *, again: bool) -> None:
+def _assert_inputs_are_offloaded(offloader: ActivationOffloader, *, again: bool) -> None:
     model = Layers()
+    model.call = lambda value: model.middle(value, other=value * 0.5)
+    model.middle.seen.keywords = deque(maxlen=0)
     expected = model.run()
     inputs: list[weakref.ref[Any]] = []
-    checkpointed = Checkpointed(offloader, model, frozenset(UnitCall(unit, 0) for unit in range(3)), choice)
+    checkpointed = Checkpointed(offloader, model, frozenset(UnitCall(unit, 0) for unit in range(3)))
+    checkpointed.offload_inputs()
     for layer in model.layers[1:]:
         layer.register_forward_pre_hook(ModuleHook(functools.partial(note_input, inputs)))
     for _ in range(2):
         inputs.clear()
         stored = offloader.stats().stored
         loss = checkpointed.forward()
-        offloaded = [one() is None for one in inputs]
-        # The placement keeps a storage that backward needs first.
-        assert all(offloaded[: 1 if choice is None else 2])
-        assert offloader.stats().stored - stored == sum(offloaded) * VALUE.nbytes
+        assert [one() for one in inputs] == [None, None]
+        assert offloader.stats().stored - stored == 2 * VALUE.nbytes
         if again:
             torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
         assert_same(model.gradients(loss), expected)
         checkpointed.end()
+
+
+def test_inputs_are_offloaded_while_recomputed_tensors_are_checked(offloader: ActivationOffloader) -> None:
+    """As in the recorded micro-batch: where memory is short, the inputs of all layers may have no room."""
+    model = Layers()
+    expected = model.run()
+    inputs: list[weakref.ref[Any]] = []
+    checkpointed = Checkpointed(offloader, model, frozenset(UnitCall(unit, 0) for unit in range(3)))
+    for layer in model.layers[1:]:
+        layer.register_forward_pre_hook(ModuleHook(functools.partial(note_input, inputs)))
+    loss = checkpointed.check()
+    assert [one() for one in inputs] == [None, None]
+    assert_same(model.gradients(loss), expected)
+    checkpointed.end()
 
 
 class Made(TorchDispatchMode):
@@ -246,9 +266,24 @@ class Made(TorchDispatchMode):
         return result
 
 
-def test_a_recorded_checkpointed_call_keeps_no_memory(offloader: ActivationOffloader) -> None:
+def with_an_argument_that_is_saved_afterwards(model: Layers) -> None:
+    """The layer itself does not save it, so that its record is made for the argument."""
+
+    def call(value: Tensor) -> Tensor:
+        other = value * 0.5
+        result: Tensor = model.middle(value, other=other) * other
+        return result
+
+    model.call = call
+
+
+@pytest.mark.parametrize("prepare", [lambda model: None, with_an_argument_that_is_saved_afterwards])
+def test_a_recorded_checkpointed_call_keeps_no_memory(
+    offloader: ActivationOffloader, prepare: Callable[[Layers], None]
+) -> None:
     """Autocast's casts of weights are freed as well, and inputs are offloaded: the record is that of other calls."""
     model, graphs = Layers(), []
+    prepare(model)
     offloader.min_bytes = 1
     for checkpointed in (False, True):
         proofs = {layer: UnitProof(layer) for layer in model.layers} if checkpointed else {}
@@ -293,6 +328,15 @@ def test_a_graph_can_be_used_twice(offloader: ActivationOffloader, prepare: Call
     torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
     assert_same(model.gradients(loss), expected)
     checkpointed.end()
+
+
+def test_an_argument_that_a_plan_has_kept_is_recorded_again(offloader: ActivationOffloader) -> None:
+    """A tensor of the user lives longer than the plan, and a later profile counts it as one that autograd saves."""
+    model = Layers()
+    for _ in range(2):
+        checkpointed = Checkpointed(offloader, model, frozenset({UnitCall(0, 0)}))
+        assert "input" in [item.name for item in checkpointed.saved]
+        checkpointed.run()
 
 
 def test_the_layer_is_the_users_at_every_time(offloader: ActivationOffloader) -> None:
@@ -353,6 +397,37 @@ def test_an_error_leaves_nothing_behind(offloader: ActivationOffloader, error: t
     assert offloader.stats().saved == saved  # no hook is left
     checkpointed.end()
     assert_same(checkpointed.run(), expected)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, Abort])
+def test_arguments_of_a_recorded_call_that_can_not_be_saved_leave_nothing_behind(
+    offloader: ActivationOffloader, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """Their error is that of the forward: after an `OutOfMemoryError`, a training runs the micro-batch again."""
+    model = Layers()
+    expected = model.run()
+    proofs: dict[nn.Module, UnitProof] = {model.middle: UnitProof(model.middle)}
+    recorder = TraceMode([[layer] for layer in model.layers], CPU, None, offloader, proofs)
+    begin = CheckpointedCall.begin
+
+    def failing(self: CheckpointedCall) -> None:
+        monkeypatch.setattr(offloader, "_new_record", fail)
+        begin(self)
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(CheckpointedCall, "begin", failing)
+    offloader.begin_micro_batch()
+    change_policy(offloader, mode=recorder, on_saved=recorder.on_saved, on_unpacked=recorder.on_unpacked)
+    with pytest.raises(error), offloader.hooks():
+        model(VALUE)
+    change_policy(offloader, mode=None, on_saved=None, on_unpacked=None)
+    recorder.close()
+    saved = offloader.stats().saved
+    assert _get_current_dispatch_mode() is None
+    assert_same(model.run(), expected)
+    assert offloader.stats().saved == saved  # no hook is left
 
 
 @pytest.mark.parametrize("error", [ValueError, Abort])

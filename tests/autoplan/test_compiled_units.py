@@ -104,6 +104,24 @@ def test_checkpointed_units_run_their_code_again_and_nothing_is_compiled_again(
     assert checkpointed and see.stored[-1] == see.stored[-2]
 
 
+class Sharing(Blocks):
+    """Two of the blocks are also in the unit of the parameter that they share."""
+
+    def __init__(self, backend: str) -> None:
+        super().__init__(backend)
+        self.blocks[2].up.weight = self.blocks[0].up.weight
+
+
+def test_compiled_units_may_share_a_parameter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that such a call saves belong to the unit of its operation."""
+    plain, _ = train("aot_eager", "auto", tmp_path, build=Sharing)
+    see = See()
+    limit(SHORT - 15_000, monkeypatch)
+    numbers, _ = train("aot_eager", SSDOffloadStrategy(**BOTH), tmp_path, callbacks=[see], build=Sharing)
+    assert_same(numbers, plain)
+    assert see.outcome == "plan" and not see.planner.plan.keeps_all
+
+
 class Ticks:
     """A clock that passes a millisecond each time that it is read, and a second in each transfer."""
 

@@ -1,4 +1,4 @@
-"""Plans for which model states are moved."""
+"""Plans for which model states are moved, and those of timed steps."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ssd.autoplan import plan_maker
+from lightning_ssd.autoplan import PlanCycle, plan_maker
 from lightning_ssd.autoplan.plan_maker import PlanMaker, PlanOptions
 from lightning_ssd.planning import FixedPlacement, make_plan, simulate
 from tests.support.profiles import GB, H100, make_model
@@ -52,6 +52,25 @@ def test_states_move_in_place_of_saved_tensors_if_that_saves_time(
     elsewhere = PlanMaker(PlanOptions(), machine, torch.device("cpu")).make_elsewhere(runner, present)
     assert (best.num_freeing > present.num_freeing) is frees_more
     assert elsewhere == (best if moved else None)
+
+
+def test_timed_steps_offload_inputs_where_keeping_them_does_not_fit() -> None:
+    """Where that does not fit either, all saved tensors are offloaded, without a plan."""
+    model = make_model(8, saved=4 * GB, inputs=GB, forward=0.1)
+    model = replace(model, units=tuple(replace(unit, checkpoint_bytes=0) for unit in model.units))
+    fixed = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
+    tiers, policy = {"host": SimpleNamespace(capacity=64 * GB)}, SimpleNamespace(window_bytes=0)
+    cycle: Any = SimpleNamespace(training=SimpleNamespace(offloader=SimpleNamespace(tiers=tiers, policy=policy)))
+    runner: Any = SimpleNamespace(profile=model, hardware=H100, placement=fixed)
+    freeing = PlanCycle._freeing(cycle, runner)
+    assert freeing is not None
+    made = []
+    for gpu_bytes in (64 * GB, simulate(model, H100, freeing).gpu_peak_bytes, GB):
+        runner.hardware = replace(H100, gpu_bytes=gpu_bytes)
+        made.append(PlanMaker(PlanOptions(), runner.hardware, torch.device("cpu")).make_calibration(runner, freeing))
+    assert made[1:] == [freeing, None] and made[0] is not None
+    assert all(unit.checkpoint for plan in made[:2] if plan is not None for unit in plan.units.values())
+    assert [{unit.input for unit in plan.units.values()} for plan in (made[0], freeing)] == [{"keep"}, {"keep", "host"}]
 
 
 @pytest.mark.parametrize(("missing_bytes", "searches"), [(0, 0), (4 * GB, 1)])

@@ -19,7 +19,8 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 from transformers.models.t5.modeling_t5 import T5LayerFF
 
 from lightning_ssd import SSDOffloadStrategy
-from lightning_ssd.planning import HardwareProfile, ModelProfile, Plan, simulate
+from lightning_ssd.callbacks.find import find_offloader
+from lightning_ssd.planning import HardwareProfile, ModelProfile, Plan, offload_inputs, simulate
 from tests.support.compare import assert_same
 from tests.support.garbage import collect
 from tests.support.plans import BOTH, MACHINE, draw, pinned, planner
@@ -140,6 +141,25 @@ def all_checkpointed(plan: Plan, profile: ModelProfile) -> Plan:
         for name, unit in chosen.units.items()
     }
     return replace(chosen, units=units)
+
+
+@pytest.mark.parametrize("make", [gpt2, t5])
+def test_inputs_alone_are_offloaded(tmp_path: Path, make: Any) -> None:
+    """The first block of T5 also returns the position bias, which all blocks are given: the plan keeps it."""
+    stored: list[int] = []
+
+    class Count(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            offloader = find_offloader(trainer)
+            assert offloader is not None
+            stored.append(offloader.stats().stored)
+
+    plan, profile = plan_and_profile(make, tmp_path)
+    chosen = replace(offload_inputs(all_checkpointed(plan, profile)), window_bytes=0)
+    train(Trained(make), SSDOffloadStrategy(**BOTH), pinned(chosen), Count(), path=tmp_path)
+    offloading = [unit for unit in profile.units if chosen.units[unit.name].input == "host"]
+    planned = sum(unit.input_bytes + unit.argument_bytes for unit in offloading)
+    assert stored[-1] - stored[-2] == planned > 0
 
 
 def test_a_training_whose_units_were_changed_is_profiled_again(tmp_path: Path, reruns: Calls) -> None:

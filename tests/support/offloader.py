@@ -128,12 +128,12 @@ class Directed:
         self.graph = self.recorder.graph
         return self.graph.saved(self.offloader.min_bytes)
 
-    def check(self) -> AbstractContextManager[None]:
+    def check(self, checkpointed: frozenset[UnitCall] = frozenset()) -> AbstractContextManager[None]:
         """Returns the context of a forward whose recomputable buffers are checked, as by `SwapPlanner`."""
         choices: dict[int, Choice] = {
             item.buffer: "recompute" for item in self.graph.saved(self.offloader.min_bytes) if item.recomputable
         }
-        self._make_plan_mode(choices)
+        self._make_plan_mode(choices, checkpointed)
         self.plan_mode.checking = True
         change_policy(self.offloader, on_saved=self.plan_mode.on_saved, on_unpacked=self.plan_mode.check)
         return self.offloader.hooks()
@@ -142,7 +142,7 @@ class Directed:
         self,
         choices: dict[int, Choice],
         checkpointed: frozenset[UnitCall] = frozenset(),
-        inputs: InputChoice | None = "keep",
+        inputs: InputChoice = "keep",
     ) -> AbstractContextManager[None]:
         self._make_plan_mode(choices, checkpointed, inputs)
         return self.offloader.hooks()
@@ -156,7 +156,7 @@ class Directed:
         self,
         choices: dict[int, Choice],
         checkpointed: frozenset[UnitCall] = frozenset(),
-        inputs: InputChoice | None = "keep",
+        inputs: InputChoice = "keep",
     ) -> None:
         self.plan_mode = PlanMode(self.units, self.offloader)
         self.plan_mode.schedule = make_schedule(

@@ -50,17 +50,18 @@ def draw(plan: Plan, profile: ModelProfile, seed: int, *, recompute: float = 0.2
     """
     generator = random.Random(seed)
     units = {}
-    kept = False
+    plain = False
     for unit in profile.units:
         operators: dict[str, Any] = {}
         checkpointed = unit.checkpoint_bytes is not None and generator.random() < checkpoint
-        kept_before, kept = kept, checkpointed or generator.random() < 0.35
+        kept = checkpointed or generator.random() < 0.35
+        plain_before, plain = plain, kept and not checkpointed
         for operator in unit.operators:
             again = operator.recompute_seconds is not None and generator.random() < recompute
             choice = "recompute" if again else generator.choice(["keep", "host", "ssd"])
             operators[operator.name] = "keep" if kept else choice
         before = plan.units[unit.name]
-        where: Any = "keep" if kept or kept_before else generator.choice(["keep", "host", "ssd"])
+        where: Any = "keep" if plain or plain_before else generator.choice(["keep", "host", "ssd"])
         units[unit.name] = UnitPlan(before.weights, before.states, where, operators, checkpoint=checkpointed)
     return replace(plan, units=units, window_bytes=generator.choice([0, 2**14, 2**20]))
 
