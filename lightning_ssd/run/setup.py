@@ -23,6 +23,9 @@ from lightning_ssd.run.precision import autocast_dtype, scales_exactly
 from lightning_ssd.run.user_hooks import user_sees_gradients
 from lightning_ssd.sizes import parse_bytes
 
+_AGREED = ("gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches")
+"""Attributes of the Trainer that ranks have to agree on."""
+
 
 def is_fitting(trainer: pl.Trainer) -> bool:
     """Returns whether the run of the Trainer is a training."""
@@ -80,6 +83,7 @@ def make_setup(
         sums_gradients=fitting and _accumulates(trainer),
         world_size=trainer.world_size,
         num_nodes=trainer.num_nodes if trainer.world_size > 1 else 1,
+        trainer_arguments={name: getattr(trainer, name) for name in _AGREED},
         last_micro_batch=functools.partial(_ends_window, trainer),
         settings=_fingerprint(trainer, config, storage, default_path, compiles) if fitting else RunFingerprint.none(),
         start_over=start_over,

@@ -207,7 +207,8 @@ class RunStates(Uncopied, StatesOwner):
             compiles=self._compiles,
             start_over=self.starts_from_checkpoint,
         )
-        if self._strategy.ranks is not None:
+        # The last digits of operators on a CPU depend on their threads: the device keeps those of Lightning's `ddp`.
+        if self._strategy.ranks is not None and self._strategy.root_device.type != "cpu":
             affinities = self._strategy.ranks.messages.exchange(os.sched_getaffinity(0))
             self._undo.append(share_cores(affinities))  # before the threads that step begin
         self.model_states = make_model_states(

@@ -118,6 +118,11 @@ class OtherRate(Net):
         return torch.optim.AdamW(self.parameters(), lr=1e-2 * (1 + dist.get_rank()))
 
 
+class OtherClipping(Net):
+    def setup(self, stage: str) -> None:
+        self.trainer.gradient_clip_val = 0.1 * (1 + dist.get_rank())
+
+
 class LaterRate(Net):
     """Rank 1 changes its learning rate in training."""
 
@@ -185,6 +190,7 @@ CAUGHT: dict[str, tuple[Callable[[], None], str]] = {
         lambda: fit(OtherRate()),
         "'lr of parameter group 0 of optimizer 0: 0.01' on",
     ),
+    "other clipping": (lambda: fit(OtherClipping()), "'gradient_clip_val: 0.1' on rank 0, 'gradient_clip_val: 0.2' on"),
     "backward of a tensor": (lambda: fit(OwnBackward()), "Call `self.manual_backward"),
     "new parameter group": (lambda: fit(NewGroup()), "parameter groups of an optimizer were changed during training"),
 }

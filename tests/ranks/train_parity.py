@@ -62,6 +62,7 @@ class Net(pl.LightningModule):
         return self.head(x)
 
     def loss(self, batch: Tensor, index: int) -> Tensor:
+        self.threads = torch.get_num_threads()
         return (self(batch, index) - batch.roll(1)).square().mean()
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
@@ -457,6 +458,8 @@ def differences(case: Case) -> Iterator[str]:
     for (name, one), other in zip(ours.named_buffers(), plain.buffers(), strict=True):
         if not same(one, other):
             yield f"buffer {name}"
+    if ours.threads != plain.threads:
+        yield f"operators on {ours.threads} threads in place of {plain.threads}"
     if any(ours.whole_at_commit):
         yield "a model has had its memory while that of its states was committed"
     offloaded = [one for one in ours.parameters() if one.nbytes >= 1024]

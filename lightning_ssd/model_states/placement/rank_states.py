@@ -140,9 +140,8 @@ def describe_training(
     settings = {
         "the arguments of the strategy": setup.config,
         "the dtype of autocast": setup.autocast,
-        "clipping by norm": setup.clip_norm(),
-        "clipping by value": setup.clip_value(),
         "hooks that may read gradients": setup.defer_to_user_hooks,
         "gradient accumulation": setup.sums_gradients,
+        **setup.trainer_arguments,
     }
     return items + [f"{name}: {value!r}" for name, value in settings.items()]

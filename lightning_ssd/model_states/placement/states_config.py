@@ -1,7 +1,7 @@
 """Settings of model states for a whole training: the user's arguments, and settings of the Trainer."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
@@ -148,6 +148,7 @@ class Setup:
         sums_gradients: whether gradients of several micro-batches are summed, which takes host memory.
         world_size: ranks that train the model together.
         num_nodes: hosts that they are on.
+        trainer_arguments: arguments of the Trainer that ranks have to agree on.
         last_micro_batch: returns whether the micro-batch whose backward ends is the last one before a step. Ranks
             reduce their gradients then.
     """
@@ -166,6 +167,7 @@ class Setup:
     sums_gradients: bool = False
     world_size: int = 1
     num_nodes: int = 1
+    trainer_arguments: Mapping[str, object] = field(default_factory=dict)
     last_micro_batch: Callable[[], bool] = lambda: True
 
     def parts_of(self, unit: Unit) -> tuple[UnitPart, ...]:
