@@ -125,9 +125,6 @@ def decide(tensor: Tensor, rules: Rules) -> Decision:
         batch.kept_bytes += nbytes
         setattr(storage, KEPT_IN, rules.batch_number)
         return None
-    if rules.placement.must_keep(nbytes):
-        setattr(storage, KEPT_IN, rules.batch_number)
-        return None
     if not storage.resizable():
         return None  # memory of NumPy, DLPack or CUDA graphs, which may write to it at any time
     recomputed = recomputed_of(tensor, storage)

@@ -57,10 +57,6 @@ class PlacementPolicy(ABC):
     def tiers_for(self, nbytes: int) -> Sequence[OffloadTierName]:
         """Returns the tiers to try, in this order, for the next storage; none: it is kept on the device."""
 
-    def must_keep(self, nbytes: int) -> bool:
-        """Returns True if the next storage is kept on the device in any case, so that it needs no record."""
-        return False
-
     def observe(self, profile: MicroBatchProfile) -> None:
         """Receives the profile of a micro-batch, some micro-batches later."""
         return None

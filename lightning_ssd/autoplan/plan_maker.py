@@ -18,6 +18,7 @@ from lightning_ssd.planning import (
     default_plan,
     default_window,
     make_plan,
+    offload_inputs,
     plan_for_least_memory,
     shrink_plan,
     simulate,
@@ -174,15 +175,16 @@ class PlanMaker:
             The plan; `None`: no unit may be checkpointed, or it may not fit, and offloading all tensors needs less.
         """
         model, hardware = runner.profile.with_size(size), runner.hardware
-        safe = checkpoint_all(model, plan) if self.has_rows else None
-        if safe is None:
+        checkpointing = checkpoint_all(model, plan) if self.has_rows else None
+        if checkpointing is None:
             return None
-        prediction = simulate(model, hardware, safe)
-        if prediction.excess_bytes(hardware):
-            offloading = default_plan(model, runner.placement, {"host": hardware.host_bytes}, 0)
-            if prediction.gpu_peak_bytes > simulate(model, hardware, offloading).gpu_peak_bytes:
-                return None
-        return safe
+        for safe in (checkpointing, offload_inputs(checkpointing)):
+            prediction = simulate(model, hardware, safe)
+            if not prediction.excess_bytes(hardware):
+                return safe
+        offloading = default_plan(model, runner.placement, {"host": hardware.host_bytes}, 0)
+        needs_more = prediction.gpu_peak_bytes > simulate(model, hardware, offloading).gpu_peak_bytes
+        return None if needs_more else safe
 
     def make_elsewhere(self, runner: PlanRunner, present: Plan) -> Plan | None:
         """Returns a plan that places model states otherwise and fits, if it should be applied.

@@ -571,7 +571,7 @@ class _Search:
         for tensor in sorted(self.tensors[: point.saved], key=lambda tensor: tensor.key, reverse=True):
             if tensor.unit in checkpointed:
                 continue
-            # The output of a checkpointed unit is kept.
+            # The output of a checkpointed unit is kept, so that the next unit need not be intercepted for it.
             if tensor.nbytes <= left or (tensor.operator == INPUT and tensor.unit - 1 in checkpointed):
                 kept.append(tensor)
                 left -= tensor.nbytes

@@ -3,7 +3,7 @@
 import errno
 import gc
 import weakref
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from lightning_ssd.activations.record import SavedStorage, find_saved_storage
 from lightning_ssd.activations.tier import TRIM_EVERY
 from lightning_ssd.futures import Future
 from lightning_ssd.storage import Blob, ChecksumError, StorageError, StorageFullError
+from lightning_ssd.types import OffloadTierName
 from lightning_ssd.waits import wait_for
 from tests.support.faults import FaultyBackend, GatedBackend
 from tests.support.forwards import FORWARDS
@@ -1035,9 +1036,9 @@ class KeepFirst(OffloadAll):
 
     kept = False
 
-    def must_keep(self, nbytes: int) -> bool:
+    def tiers_for(self, nbytes: int) -> Sequence[OffloadTierName]:
         kept, self.kept = self.kept, True
-        return not kept
+        return super().tiers_for(nbytes) if kept else ()
 
 
 def test_kept_storages_are_kept_when_memory_gets_short(tmp_path: Path) -> None:

@@ -58,12 +58,12 @@ class Llama(pl.LightningModule):
 
 
 class See(pl.Callback):
-    """Records outcomes and hooks of each micro-batch, and the peak of allocated memory."""
+    """Records outcomes and hooks of each micro-batch, the peak of memory, and the number of units that a plan frees."""
 
     def __init__(self) -> None:
         self.outcomes: list[str] = []
         self.hooks: list[bool] = []
-        self.recomputed = self.peak = 0
+        self.freeing = self.peak = 0
         self.offloaded: list[int] = []
         """Flat parameters that are off the device in each micro-batch."""
 
@@ -74,11 +74,11 @@ class See(pl.Callback):
             self.hooks.append(trainer.strategy.offloader.policy.hooks_enabled)
             states = trainer.strategy.model_states
             self.offloaded.append(0 if states is None else len(states.stores))
+            plan = None if auto.planner is None else auto.planner.plan
+            self.freeing = 0 if plan is None else plan.num_freeing
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.peak = torch.cuda.max_memory_allocated()
-        offloader = getattr(trainer.strategy, "offloader", None)
-        self.recomputed = 0 if offloader is None else offloader.stats().recomputed
 
 
 def fit(
@@ -119,7 +119,7 @@ def test_a_training_that_has_no_room_is_planned(tmp_path: Path) -> None:
     found, ours = fit(tmp_path, "ssd_offload", [TOKENS] * STEPS)
     assert found == expected
     assert ours.outcomes[-1] == "plan" and "plan" in ours.outcomes[:5]
-    assert ours.recomputed > 0
+    assert ours.freeing > 0  # whether the plan checkpoints units or recomputes operators depends on measured times
 
 
 @pytest.mark.usefixtures("uncapped")
