@@ -394,7 +394,8 @@ class SSDOffloadStrategy(DataParallelStrategy):
         if self._segments is not None:
             self._segments.begin_micro_batch()
         if self.ranks is not None:
-            self.ranks.check()
+            assert self.lightning_module is not None
+            self.ranks.begin_batch(last=self.lightning_module.trainer.is_last_batch)
         self._run.begin_micro_batch("train")
         if self.offloader is None:  # a loop that runs after `fit`
             return super().training_step(*args, **kwargs)

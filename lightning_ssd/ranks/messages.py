@@ -28,6 +28,9 @@ class Topic(IntEnum):
     """The sender's training has ended without an error."""
     FAILURE = auto()
     """The sender's training has failed; the content is the error's text."""
+    EPOCH = auto()
+    """The sender has begun the last batch of an epoch. The content is the number of training batches that it has
+    begun."""
     EXCHANGE = auto()
     """The sender's part of an exchange between all ranks."""
     READY = auto()
@@ -113,6 +116,12 @@ class RankMessages(Uncopied):
         self._boxes: dict[_Key, _Box] = {}
         self._ended: set[int] = set()
         """Ranks whose training has ended without an error."""
+        self._batches = 0
+        """Training batches that this rank has begun."""
+        self._lasts: set[int] = set()
+        """Numbers of those that were the last of an epoch."""
+        self._lasts_of: list[tuple[int, int]] = []
+        """Other ranks, and numbers of their batches that are the last of an epoch, which this rank has not begun."""
         self._failure: RankError | None = None
         """Why no message is expected any more: the first failure of any rank, this one included."""
         self._wake, self._woken = Pipe()
@@ -179,6 +188,36 @@ class RankMessages(Uncopied):
         collected: Future[dict[int, T]] = self.collect(Topic.EXCHANGE, 0, turn, self.others)
         contents = {**wait_for(collected, "the other ranks"), self.rank: content}
         return [contents[rank] for rank in range(self.size)]
+
+    def begin_batch(self, *, last: bool) -> None:
+        """Called when a training batch begins. Fails if another rank has fewer batches in the epoch.
+
+        It would wait for this one in its validation, and this one for the gradients of its batch.
+
+        Args:
+            last: whether it is the last batch of the epoch.
+        """
+        with self._lock:
+            self._batches += 1
+            if last:
+                self._lasts.add(self._batches)
+        if last:
+            self.post(Topic.EPOCH, 0, 0, self._batches, self.others)
+        self._compare_epochs()
+
+    def _compare_epochs(self) -> None:
+        with self._lock:
+            begun = [one for one in self._lasts_of if one[1] <= self._batches]
+            self._lasts_of = [one for one in self._lasts_of if one[1] > self._batches]
+            fewer = [rank for rank, number in begun if number not in self._lasts]
+        if fewer:
+            self.fail(self._had_fewer(fewer[0], f"is at the end of an epoch, and {self._name(self.rank)} is not"))
+
+    def _had_fewer(self, rank: int, what: str) -> RankError:
+        return RankError(
+            f"{self._name(rank)} {what}: it had fewer batches. Give all ranks the same number of batches "
+            "(`limit_train_batches`, `drop_last=True`)."
+        )
 
     # ---- the end ----
 
@@ -273,6 +312,10 @@ class RankMessages(Uncopied):
         self._received += 1
         if key[0] == Topic.FAILURE:
             self._fail_all(RankError(f"{self._name(rank)} has failed: {content}"))
+        elif key[0] == Topic.EPOCH:
+            with self._lock:
+                self._lasts_of.append((rank, content))
+            self._compare_epochs()
         elif key[0] == Topic.END:
             with self._lock:
                 self._ended.add(rank)
@@ -319,10 +362,7 @@ class RankMessages(Uncopied):
     def _why_missing(self, ranks: Collection[int]) -> RankError | None:
         """Returns why messages of ranks will not arrive; None: they may. The lock is held."""
         if self._failure is None and (ended := sorted(self._ended.intersection(ranks))):
-            return RankError(
-                f"{self._name(ended[0])} has ended its training, and {self._name(self.rank)} goes on: it had fewer "
-                "batches. Give all ranks the same number of batches (`limit_train_batches`, `drop_last=True`)."
-            )
+            return self._had_fewer(ended[0], f"has ended its training, and {self._name(self.rank)} goes on")
         return self._failure
 
 

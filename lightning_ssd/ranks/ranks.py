@@ -198,6 +198,15 @@ class Ranks(Uncopied):
 
     # ---- failures and the end ----
 
+    def begin_batch(self, *, last: bool) -> None:
+        """Called when a training batch begins; `last`: it is the last one of the epoch.
+
+        Raises:
+            RankError: another rank has failed, or has fewer batches in the epoch.
+        """
+        self.messages.begin_batch(last=last)
+        self.check()
+
     def check(self) -> None:
         """Raises RankError if a rank has failed: results of collectives may be wrong since then."""
         if self.messages.failed.done():

@@ -118,6 +118,13 @@ class OtherRate(Net):
         return torch.optim.AdamW(self.parameters(), lr=1e-2 * (1 + dist.get_rank()))
 
 
+class WaitsAtTheEndOfAnEpoch(Net):
+    """As ranks do in a validation, and to save a checkpoint."""
+
+    def on_train_epoch_end(self) -> None:
+        self.trainer.strategy.barrier()
+
+
 class OtherClipping(Net):
     def setup(self, stage: str) -> None:
         self.trainer.gradient_clip_val = 0.1 * (1 + dist.get_rank())
@@ -219,7 +226,12 @@ ENDS = {
     "fewer batches": (
         lambda: fit(Net(), 4 - dist.get_rank()),
         0,
-        "RankError: rank 1 has ended its training, and rank 0 goes on",
+        "RankError: (rank 1 has failed: )?rank 1 is at the end of an epoch, and rank 0 is not: it had fewer",
+    ),
+    "fewer batches, and a barrier": (
+        lambda: fit(WaitsAtTheEndOfAnEpoch(), 4 - dist.get_rank()),
+        0,
+        "RankError: rank 1 is at the end of an epoch, and rank 0 is not: it had fewer batches",
     ),
     "other weights": (
         lambda: fit(Net(write_other_values)),
