@@ -336,7 +336,6 @@ class SSDOffloadStrategy(DataParallelStrategy):
         assert self.model is not None
         if self.states_config.units is not None:  # also if no states are offloaded: plans divide the model by them
             check_unit_classes(self.model, self.states_config.units)
-        self._connect_ranks()
         run.begin(trainer)
         self._reduces_gradients = not run.offloads
         if fitting:

@@ -118,6 +118,8 @@ class DataParallelStrategy(pl.strategies.SingleDeviceStrategy):
         if self._ddp is not None:
             self._ddp.setup_distributed()
             self._update_ranks()
+            if self.ranks is None:  # to the end of the run, so that errors of the user's `setup` are named, too
+                self.ranks = Ranks.connect(self.node_rank, self._ddp_arguments.get("timeout") or default_pg_timeout)
 
     # ---- the model ----
 
@@ -127,11 +129,6 @@ class DataParallelStrategy(pl.strategies.SingleDeviceStrategy):
             assert self.model is not None
             self.model = self._layer_sync.apply(self.model)
         super().setup(trainer)
-
-    def _connect_ranks(self) -> None:
-        """Connects the processes of this host, from now to the end of the run."""
-        if self._ddp is not None:
-            self.ranks = Ranks.connect(self.node_rank, self._ddp_arguments.get("timeout") or default_pg_timeout)
 
     @override
     def _setup_model(self, model: nn.Module) -> nn.Module:

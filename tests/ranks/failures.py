@@ -125,6 +125,12 @@ class WaitsAtTheEndOfAnEpoch(Net):
         self.trainer.strategy.barrier()
 
 
+class FailsInSetup(Net):
+    def setup(self, stage: str) -> None:
+        if dist.get_rank() == 1:
+            raise ValueError("no data")
+
+
 class OtherClipping(Net):
     def setup(self, stage: str) -> None:
         self.trainer.gradient_clip_val = 0.1 * (1 + dist.get_rank())
@@ -222,6 +228,7 @@ ENDS = {
         0,
         "RankError: (rank 1 has failed: )?ranks . and . step layers.0 with diff",
     ),
+    "setup": (lambda: fit(FailsInSetup()), 0, "rank 1 has failed: ValueError: no data"),
     "no gradients": (lambda: fit(UnshowableOption()), 0, "RankError: rank 1 has failed: ValueError: an option"),
     "fewer batches": (
         lambda: fit(Net(), 4 - dist.get_rank()),
