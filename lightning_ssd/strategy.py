@@ -392,15 +392,15 @@ class SSDOffloadStrategy(DataParallelStrategy):
             self._collections.begin_micro_batch()
         if self._segments is not None:
             self._segments.begin_micro_batch()
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
         if self.ranks is not None:
-            assert self.lightning_module is not None
-            self.ranks.begin_batch(last=self.lightning_module.trainer.is_last_batch)
+            self.ranks.begin_batch(last=trainer.is_last_batch)
         self._run.begin_micro_batch("train")
         if self.offloader is None:  # a loop that runs after `fit`
             return super().training_step(*args, **kwargs)
-        assert self.lightning_module is not None
         forward = functools.partial(self._forward, *args, **kwargs)
-        self._retry = prepare_retry(self._run, self.lightning_module.trainer, (args, kwargs), forward)
+        self._retry = prepare_retry(self._run, trainer, (args, kwargs), forward)
         return forward() if self._retry is None else self._retry.forward()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:

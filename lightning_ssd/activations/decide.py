@@ -109,7 +109,8 @@ def decide(tensor: Tensor, rules: Rules) -> Decision:
     weights: OffloadedWeights | None = getattr(storage, OFFLOADED_WEIGHTS, None)
     if weights is not None:
         return weights
-    # A recorded micro-batch has no plan: choices for tensors that live longer are those of an earlier one.
+    # A recorded or checked micro-batch has no plan: the placement decides, as keeping all may take too much memory, and
+    # choices for tensors that live longer are those of an earlier plan.
     choice: Choice | None = getattr(storage, CHOICE, None) if rules.planned and not rules.records_all else None
     nbytes = storage.nbytes()
     if (

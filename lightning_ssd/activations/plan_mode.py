@@ -86,9 +86,6 @@ class SavedTensorHooks(Protocol):
     def choose(self, choices: Sequence[Choice] | None, inputs: Sequence[Tensor] = (), /) -> None: ...
 
 
-_NONE: Mapping[UnitCall, InputChoice] = MappingProxyType({})
-
-
 def make_schedule(
     graph: ForwardGraph,
     saved: Sequence[Saved],
@@ -96,7 +93,7 @@ def make_schedule(
     *,
     plain_calls: bool = False,
     save_weights: bool = False,
-    checkpointed: Mapping[UnitCall, InputChoice] = _NONE,
+    checkpointed: Mapping[UnitCall, InputChoice] = MappingProxyType({}),
 ) -> OpSchedule:
     """Returns the schedule for forwards with the same operations as `graph`.
 
@@ -304,8 +301,6 @@ class PlanMode(UnitDispatchMode):
 
     def _tag(self, tensor: Tensor, choice: Choice) -> None:
         """Chooses how the storage of a tensor is saved by hooks, unless there is a choice already."""
-        if self.checking:
-            return  # the placement decides, as in the recorded micro-batch: keeping all may take too much memory
         # Tensors inside of `torch.vmap` have no storage.
         if type(tensor) is Tensor and tensor.layout is torch.strided and internals.has_storage(tensor):
             storage = tensor.untyped_storage()

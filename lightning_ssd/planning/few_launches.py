@@ -63,7 +63,7 @@ def checkpoint_all(model: ModelProfile, base: Plan) -> Plan | None:
 def offload_inputs(base: Plan) -> Plan:
     """Returns `base` with the input of each checkpointed unit that follows one in host memory.
 
-    All other inputs are made by intercepted operations if they are offloaded.
+    Others stay where they are: the operations that make them would have to be intercepted.
     """
     units: dict[str, UnitPlan] = {}
     after_checkpointed = False

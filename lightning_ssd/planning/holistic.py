@@ -330,15 +330,10 @@ class _Search:
             kept = keep_all(one)
             placed = FixedPlacement.of(self.model, one).apply(self.model, by_rule)
             checkpointed = checkpoint_all(self.model, kept) or kept
-            narrow, *offloading = (
-                replace(plan, window_bytes=window)
-                for plan, window in (
-                    (checkpointed, self._window // 4),
-                    (offload_inputs(checkpointed), self._window // 4),
-                    (offload_inputs(checkpointed), 0),
-                )
-            )
-            for plan in (kept, checkpointed, narrow, *offloading, placed):
+            narrow = replace(checkpointed, window_bytes=self._window // 4)
+            offloading = offload_inputs(narrow)
+            without_window = replace(offloading, window_bytes=0)
+            for plan in (kept, checkpointed, narrow, offloading, without_window, placed):
                 self.consider(plan)
 
     def consider(self, plan: Plan) -> Prediction:

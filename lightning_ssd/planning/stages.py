@@ -165,11 +165,12 @@ def _reruns_from_tier(unit: UnitPlan) -> bool:
 
 def _add_rerun(stage: Stage, profile: UnitProfile, unit: UnitPlan) -> None:
     """Adds the run of a checkpointed unit's forward before the backward of its last stage."""
+    kept = profile.checkpoint_bytes or 0
     if _reruns_from_tier(unit):
         stage.num_saved += 1
         stage.add_saved(profile.input_bytes + profile.argument_bytes, unit.input)
-        stage.saved -= profile.argument_bytes
-    stage.saved += profile.checkpoint_bytes or 0
+        kept -= profile.argument_bytes
+    stage.saved += kept
     stage.remat_seconds += profile.forward_seconds
     stage.rerun_launch = profile.launch_seconds
     stage.num_rerun_saved = profile.num_saved
