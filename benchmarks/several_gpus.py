@@ -36,7 +36,9 @@ Bound, of `host` and `default` with the `machine` of the same shape, batch and G
   compute   forward and backward
   DRAM      the least bytes a parameter that cross the host's memory, by the faster one of two rates, a copy's and the
             kernel's: 28 of the states, 4 of weights read in forward and backward, by all GPUs at once from the caches,
-            and for each GPU 2 of the gradient written and 2 read; clipped: 2 more read
+            and 8 of the gradients' mean, which one GPU writes and its step reads. Without access between GPUs
+            (`NCCL_P2P_DISABLE=1`, and results before that access was used): for each GPU 2 of the gradient written and
+            2 read; clipped: 2 more read
   CPU       parameters, by the rate of all ranks' kernels
   PCIe      4 bytes a parameter to each GPU
   order     clipped: backward, and then the longer one of the forward and the half of the CPU's steps that it waits for
@@ -161,6 +163,7 @@ def train(case: dict[str, Any], devices: int, path: str) -> None:
                 "parameters": sum(parameter.numel() for parameter in module.parameters()),
                 "gpu_peak": torch.cuda.max_memory_allocated() if cuda else 0,
                 "seconds": seconds,
+                "p2p": devices > 1 and os.environ.get("NCCL_P2P_DISABLE") != "1",
                 "machine": f"{devices} of {torch.cuda.device_count()} "
                 f"{torch.cuda.get_device_name() if cuda else 'CPU'}, {os.cpu_count()} cores, torch {torch.__version__}",
             }
@@ -253,14 +256,17 @@ def merge(earlier: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     return run | largest | {"steps": steps, "step": statistics.median(steps)}
 
 
-def bounds(case: dict[str, Any], rates: dict[str, float], devices: int) -> dict[str, float]:
-    """Returns the seconds that each part of the machine needs for a step of `host`; see the module's docstring."""
+def bounds(case: dict[str, Any], rates: dict[str, float], devices: int, *, p2p: bool) -> dict[str, float]:
+    """Returns the seconds that each part of the machine needs for a step of `host`; see the module's docstring.
+
+    `p2p`: whether gradients are summed on the GPUs.
+    """
     parameters, clipped = rates["parameters"], bool(case["clip"])
     stepping = parameters / (rates["adam"] * devices)
     dram = devices * max(rates["dram"], STEP_BYTES * rates["adam"])
     found = {
         "compute": rates["compute"],
-        "DRAM": parameters * (STEP_BYTES + 4 + devices * (6 if clipped else 4)) / dram,
+        "DRAM": parameters * (STEP_BYTES + 4 + (8 if p2p else devices * (6 if clipped else 4))) / dram,
         "CPU": stepping,
     }
     if "h2d" in rates:
@@ -280,7 +286,7 @@ def bound_of(name: str, results: dict[str, dict[str, Any]]) -> tuple[str, float]
         measured = parse(other_text)
         alike = of_devices == devices and all(measured[key] == case[key] for key in same)
         if case["mode"] in OFFLOADED and measured["mode"] == "machine" and alike and "dram" in rates:
-            found = bounds(case, rates, int(devices))
+            found = bounds(case, rates, int(devices), p2p=results[name].get("p2p", False))
             return max(found.items(), key=lambda item: item[1])
     return None
 

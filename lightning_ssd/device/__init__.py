@@ -21,6 +21,7 @@ from lightning_ssd.device.memory import (
     usable_gpu_memory,
     usable_memory,
 )
-from lightning_ssd.device.segments import ExpandableSegments
+from lightning_ssd.device.peer_access import close_memory, export_memory, open_memory
+from lightning_ssd.device.segments import ExpandableSegments, fixed_segments
 from lightning_ssd.device.staging import StagedReader, h2d_and_release
 from lightning_ssd.device.worker import Worker

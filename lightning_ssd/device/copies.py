@@ -119,6 +119,17 @@ class CopyEngine(ABC):
         """
 
     @abstractmethod
+    def d2d(self, src: Tensor, dst: Tensor) -> None:
+        """Copies `src`, which is dense, to the beginning of bytes `dst` on the device, on the compute stream.
+
+        The caller may drop `src`, even if its memory is that of another stream, which this one follows.
+        """
+
+    @abstractmethod
+    def copy(self, to: int, source: int, nbytes: int) -> None:
+        """Copies bytes between two addresses, of this device, another one or host memory, on the compute stream."""
+
+    @abstractmethod
     def reached(self, mark: Mark) -> bool:
         """Returns whether the device has passed `mark`."""
 
@@ -185,6 +196,12 @@ class CPUCopyEngine(CopyEngine):
             self._in_busy = self._in_busy.plus(dst.numel(), perf_counter() - start)
         return None
 
+    def d2d(self, src: Tensor, dst: Tensor) -> None:
+        self.copy(dst.data_ptr(), src.data_ptr(), src.nbytes)
+
+    def copy(self, to: int, source: int, nbytes: int) -> None:
+        ctypes.memmove(to, source, nbytes)
+
     def reached(self, mark: Mark) -> bool:
         return True
 
@@ -245,6 +262,13 @@ class CUDACopyEngine(CopyEngine):
 
     def h2d(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
         return self._in.copy([(dst.data_ptr(), src.data_ptr(), dst.numel())], after, awaited)
+
+    def d2d(self, src: Tensor, dst: Tensor) -> None:
+        self.copy(dst.data_ptr(), src.data_ptr(), src.nbytes)
+        src.record_stream(torch.cuda.current_stream(self.device))  # which has no effect on the stream's own memory
+
+    def copy(self, to: int, source: int, nbytes: int) -> None:
+        self._events.copy(to, source, nbytes, self._events.compute_stream())
 
     def reached(self, mark: Mark) -> bool:
         return mark is None or mark.reached()

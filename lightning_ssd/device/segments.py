@@ -1,7 +1,8 @@
 """`ExpandableSegments`: torch's CUDA allocator grows its segments in place while memory is short."""
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -57,6 +58,21 @@ class ExpandableSegments:
         if self._change is not None and self._enabled != enabled:
             self._change(enabled)
             self._enabled = enabled
+
+
+@contextlib.contextmanager
+def fixed_segments() -> Iterator[None]:
+    """Memory that is allocated within the context is in no expandable segment: other processes can map it.
+
+    Called while `ExpandableSegments` has enabled them: before the first micro-batch. Final settings of the user stay.
+    """
+    if (change := _setting()) is not None:
+        change(False)
+    try:
+        yield
+    finally:
+        if change is not None:
+            change(True)
 
 
 def _setting() -> Callable[[bool], None] | None:

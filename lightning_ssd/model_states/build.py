@@ -42,6 +42,7 @@ from lightning_ssd.model_states.placement import (
     plan_memory,
     planned_residents,
     residents_within,
+    share_peer_memory,
 )
 from lightning_ssd.model_states.stores import SpareMemory, StateStaging, StateStore, commit_memory
 from lightning_ssd.model_states.units import (
@@ -130,7 +131,10 @@ def make_model_states(
         ranks: RankStates | None = None
         if connected is not None:
             connected.check_agreement(describe_training(module, optimizers, flat_params, setup))
-            ranks = RankStates(connected, [item.layout for item in specs], pin=device.type == "cuda")
+            layouts = [item.layout for item in specs]
+            peers = share_peer_memory(connected, layouts, copies) if setup.sums_on_device else None
+            ranks = RankStates(connected, layouts, pin=device.type == "cuda", peers=peers)
+            undo.callback(ranks.close_peers)
         tiers = None if plan_tiers is None else _tiers_of_flats(plan_tiers, of_units, setup)
         space = _reserve(specs, tiers, device, setup, ranks, recover=recover)
         recovered = space.recovered
@@ -372,7 +376,8 @@ def _reserve(
             tiers=tiers,
             lazy_seconds=setup.lazy_seconds,
             ranks=1 if ranks is None else ranks.ranks.size,
-            means=setup.num_nodes > 1,
+            means=setup.num_nodes > 1 or (ranks is not None and ranks.peers is not None),
+            copies=ranks is None or ranks.peers is None,
             weights_in_memory=ranks is not None and not recover,
         )
         spare = setup.spare_memory(memory_plan, budget)

@@ -218,6 +218,7 @@ class ModelStates(Uncopied):
             worker,
             self.decision,
             recorded=journal is not None,
+            peers=None if ranks is None else ranks.peers,
         )
         # Steps.
         self.running = RunningStep(defer_to_user_hooks=setup.defer_to_user_hooks)
@@ -724,6 +725,8 @@ class ModelStates(Uncopied):
         shutdown.run(self.steps.close)
         for flat in self.stores:
             shutdown.run(self._prefetcher.evict, flat)
+        if self._ranks is not None:
+            shutdown.run(self._ranks.close_peers)
         shutdown.run(self.gradients.free)  # before the whole weights need room
         if self._pool is not None:
             shutdown.run(self._pool.close)

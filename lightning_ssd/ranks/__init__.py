@@ -2,6 +2,7 @@
 
 - `ranks`: `Ranks`, a rank's memory, messages and collectives, and the end of a training after a failure of any rank.
 - `rank_memory`: host memory that all ranks map.
+- `peer_memory`: device memory that all ranks read.
 - `messages`: messages between ranks, futures of them, and the end of a rank.
 
 Ranks change each other's view of shared memory by messages alone: a rank writes bytes, then posts a message about
@@ -11,5 +12,6 @@ nothing polls. The same sockets tell of a rank's death, at once: the kernel clos
 """
 
 from lightning_ssd.ranks.messages import RankError, RankMessages, Topic
+from lightning_ssd.ranks.peer_memory import PeerMemory
 from lightning_ssd.ranks.rank_memory import RankMemory
 from lightning_ssd.ranks.ranks import Ranks

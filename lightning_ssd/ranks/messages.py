@@ -36,6 +36,9 @@ class Topic(IntEnum):
     READY = auto()
     """The sender's part in a turn of a flat parameter is in shared memory, such as a gradient, and the sender reads the
     values before no more. The receiver, the owner of the flat parameter, may change them."""
+    FULL = auto()
+    """The sender has no room for another gradient on its device. The content are the flat parameters whose gradients it
+    has posted, and that are not summed, with their turns; None: it waits for no room any more."""
     SUM = auto()
     """The sender, a flat parameter's owner, has the gradients of all ranks, and norms of their mean. If user code may
     read gradients, the mean is in shared memory."""
@@ -124,6 +127,8 @@ class RankMessages(Uncopied):
         """Other ranks, and numbers of their batches that are the last of an epoch, which this rank has not begun."""
         self._failure: RankError | None = None
         """Why no message is expected any more: the first failure of any rank, this one included."""
+        self._listeners: dict[Topic, Callable[[int, Any], None]] = {}
+        """Functions that are called with each message of a topic, and its sender."""
         self._wake, self._woken = Pipe()
         self._thread = threading.Thread(target=self._run, name="lightning_ssd-ranks", daemon=True)
         self._sender = threading.Thread(target=self._send, name="lightning_ssd-ranks-sender", daemon=True)
@@ -176,6 +181,16 @@ class RankMessages(Uncopied):
             box.expected = frozenset(ranks)
         self._complete([key])
         return box.done
+
+    def listen(self, topic: Topic, listener: Callable[[int, Any], None] | None) -> None:
+        """Has a function called with the sender and content of each message of a topic, on the thread `ranks`.
+
+        None: none is called any more.
+        """
+        with self._lock:
+            self._listeners.pop(topic, None)
+            if listener is not None:
+                self._listeners[topic] = listener
 
     def exchange(self, content: T) -> list[T]:
         """Sends `content` to all other ranks, and returns what all ranks have sent in the same call, by rank.
@@ -316,6 +331,8 @@ class RankMessages(Uncopied):
             with self._lock:
                 self._lasts_of.append((rank, content))
             self._compare_epochs()
+        elif (listener := self._listeners.get(key[0])) is not None:
+            listener(rank, content)
         elif key[0] == Topic.END:
             with self._lock:
                 self._ended.add(rank)

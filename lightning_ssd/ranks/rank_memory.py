@@ -41,7 +41,7 @@ class RankMemory(Uncopied):
     """Allocates the shared memory of one rank. All ranks make the same calls of `allocate` in the same order, and get
     the same bytes.
 
-    Threads: the training thread.
+    Threads: the training thread; `release` on any.
 
     Ownership: the mapping lives as long as a tensor on it. Which rank may write an allocation when, its user says.
 

@@ -28,6 +28,11 @@ def test_bits_are_those_of_ddp(part: int) -> None:
     check(["hand-overs", *CASES][part::2])
 
 
+def test_bits_of_sums_in_host_memory_are_those_of_ddp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    check(["fused", "clipped by norm", "speculation", "branches", "16-mixed", "SSD, clipped by norm"])
+
+
 def test_bits_of_two_hosts_are_those_of_ddp() -> None:
     check(ON_HOSTS, hosts=2)
 

@@ -21,7 +21,8 @@ from torch.utils.data import DataLoader
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.model_states import LazyTensor
-from lightning_ssd.model_states.placement import RankStates
+from lightning_ssd.model_states.placement import RankStates, rank_states
+from lightning_ssd.model_states.units import FlatParameter
 from tests.ranks.hand_over import torn_hand_overs
 from tests.support.measurements import measure_few_bytes
 from tests.support.meter import Meter, use
@@ -55,6 +56,8 @@ class Net(pl.LightningModule):
         self.rank = dist.get_rank()
         self.whole_at_commit: list[bool] = []
         """Whether all parameters had memory, each time that memory of ranks was committed."""
+        self.on_host = 0
+        """Gradients that the device of another rank, or of this one, has read from host memory."""
 
     def forward(self, x: Tensor, index: int) -> Tensor:
         for number in self.case.route(self.rank, index):
@@ -281,16 +284,18 @@ class Case:
     scaled: bool = False
     tied: bool = False
     frozen: bool = False
+    on_device: bool = False
+    """Whether all gradients are complete when their step begins, in the same order on all ranks."""
     callback: Callable[[], pl.Callback] | None = None
     trainer: dict[str, Any] = field(default_factory=dict)
     strategy: dict[str, Any] = field(default_factory=dict)
 
 
 CASES = {
-    "adamw": Case(),
+    "adamw": Case(on_device=True),
     "fused": Case(lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True)),
     "sgd with momentum": Case(sgd),
-    "clipped by norm": Case(trainer={"gradient_clip_val": 0.05}),
+    "clipped by norm": Case(trainer={"gradient_clip_val": 0.05}, on_device=True),
     "speculation": Case(module=Writes, strategy={"clip": "speculative"}, trainer={"gradient_clip_val": 0.9}),
     "clipped by value": Case(trainer={"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}),
     "accumulated": Case(trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}),
@@ -327,7 +332,7 @@ CASES = {
     "manual, gradients are kept": Case(sgd, route=lambda rank, index: [0, 1 + (rank + index) % 2], module=Keeps),
     "steps after backward": Case(strategy={"overlap": "none"}),
     "values are loaded": Case(module=Reloads),
-    "SSD": Case(strategy={"states": "ssd"}),
+    "SSD": Case(strategy={"states": "ssd"}, on_device=True),
     "SSD, clipped by norm": Case(strategy={"states": "ssd"}, trainer={"gradient_clip_val": 0.05}),
     "SSD, branches": Case(strategy={"states": "ssd"}, route=lambda rank, index: [0, 1 + (rank + index) % 2]),
     "SSD, values are read": Case(strategy={"states": "ssd"}, module=Looks),
@@ -372,8 +377,16 @@ def train_by(strategy: pl.strategies.Strategy, case: Case) -> tuple[Net, dict[st
         module.whole_at_commit.append(all(one.untyped_storage().nbytes() for one in module.parameters()))
         commit(states)
 
+    release = RankStates.release
+
+    def counted(states: RankStates, flat: FlatParameter) -> None:
+        module.on_host += 1
+        release(states, flat)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RankStates, "commit", observed)
+        patch.setattr(RankStates, "release", counted)
+        patch.setattr(rank_states, "LEAST_PEER_BYTES", 0)  # room for two gradients: ranks wait for each other's
         if case.module is RunsOut:
             use(Meter(1e9, 10**6), patch)
         trainer.fit(module, loader, loader if case.module is Validates else None)
@@ -460,6 +473,8 @@ def differences(case: Case) -> Iterator[str]:
             yield f"buffer {name}"
     if ours.threads != plain.threads:
         yield f"operators on {ours.threads} threads in place of {plain.threads}"
+    if case.on_device and ours.on_host and os.environ.get("NCCL_P2P_DISABLE") != "1":
+        yield f"{ours.on_host} gradients were copied to host memory"
     if any(ours.whole_at_commit):
         yield "a model has had its memory while that of its states was committed"
     offloaded = [one for one in ours.parameters() if one.nbytes >= 1024]

@@ -39,7 +39,7 @@ from lightning_ssd.device import CopyEngine, Mark
 from lightning_ssd.futures import Future, ended, finished, then
 from lightning_ssd.model_states.optimizers import RankMean
 from lightning_ssd.model_states.units import FlatParameter
-from lightning_ssd.storage import PinnedPool, Slab
+from lightning_ssd.storage import PinnedPool, Slab, commit
 from lightning_ssd.types import Tier
 from lightning_ssd.waits import wait_for, wait_for_first
 
@@ -145,6 +145,7 @@ class Gradient:
     Attributes:
         host_grad: gradients as copied from the device, in the flat's dtype; undefined between the parameters.
         is_shared: whether several ranks compute gradients, of which the step uses the mean.
+        committed: whether the pages of `host_grad` are committed, if ranks share it.
         accum: sum of earlier micro-batches in fp32, `flat.numel` elements; None before the first accumulation, unless
             ranks share it.
         consumed: done when the copied gradients were accumulated, or stepped, and `host_grad` is free again.
@@ -174,6 +175,7 @@ class Gradient:
         if isinstance(memory, Slab):
             self._use(memory.tensor, memory.close)
         self.is_shared = shared is not None
+        self.committed = False
         self.accum: Tensor | None = None if shared is None else shared.sums[shared.rank]
         self.mean: RankMean | None = None
         self.consumed: Future[None] = finished(None)
@@ -433,6 +435,9 @@ class Gradient:
         """
         size, views = self._flat.dtype.itemsize, self._flat.param_views
         starts = [views[index].start * size for index in values]
+        if self.is_shared and not self.committed:
+            self.committed = True
+            commit([Slab.over(self._bytes)], pin=False)  # a copy would have one core do it
         return copies.d2h_each(list(values.values()), self._bytes, starts, awaited=awaited)
 
     def add(self, arrived: list[bool]) -> None:

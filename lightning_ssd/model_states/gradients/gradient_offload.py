@@ -21,6 +21,7 @@ from lightning_ssd.model_states.gradients.norms import GradientNorms, measure_su
 from lightning_ssd.model_states.gradients.running_backward import RunningBackward
 from lightning_ssd.model_states.units import FlatParameter, with_stride
 from lightning_ssd.model_states.weights import ParamPrefetcher
+from lightning_ssd.ranks import PeerMemory
 from lightning_ssd.waits import wait_for
 
 
@@ -46,6 +47,7 @@ class GradientOffloader:
         worker: runs accumulations.
         decision: receives the gradients of a step that clips or scales.
         recorded: whether steps are recorded, so that no gradient may outlive its step.
+        peers: device memory that all ranks read, for gradients that are complete; None: there is none.
 
     Attributes:
         norms: norms of the gradients.
@@ -64,6 +66,7 @@ class GradientOffloader:
         decision: GradScaleDecision,
         *,
         recorded: bool,
+        peers: PeerMemory | None = None,
     ) -> None:
         self.norms = GradientNorms(gradients, decision, copies.device, self._wait_for_copies)
         self.in_flight = CopiesInFlight(copies)
@@ -76,6 +79,9 @@ class GradientOffloader:
         self._worker = worker
         self._decision = decision
         self._recorded = recorded
+        self._peers = peers
+        self._most_waiting = self.in_flight.group_bytes if peers is None else peers.nbytes
+        """Bytes of gradients that wait on the device until they are offloaded."""
         self._expected: dict[tuple[FlatParameter, tuple[bool, ...], bool], int] = {}
         """Gradients of a flat parameter in its last backward, by which of its parameters required a gradient, and by
         whether the weights of its unit were used outside of forwards, too."""
@@ -165,8 +171,8 @@ class GradientOffloader:
         expected = self._expected.get((flat, required, self._prefetcher.used_outside(flat)))
         if expected is not None:  # a gradient in several parts is complete at the end of backward only
             return expected == sum(required)
-        # In the first backward, the end of backward decides; with a shared pool that would be too late.
-        return self._pool is not None and self._prefetcher.has_one_gradient(flat)
+        # In the first backward, the end of backward decides; where memory is shared, that would be too late.
+        return (self._pool is not None or self._peers is not None) and self._prefetcher.has_one_gradient(flat)
 
     def frees_early(self, flat: FlatParameter) -> bool:
         """Returns True if the complete gradient of `flat` should be accumulated before backward ends.
@@ -178,11 +184,12 @@ class GradientOffloader:
     def offload_later(self, flat: FlatParameter, nbytes: int) -> None:
         """Has a gradient of `flat` offloaded together with others: events around each copy would delay backward.
 
-        `nbytes` are its bytes. All waiting gradients are offloaded once they have `CopiesInFlight.group_bytes`.
+        `nbytes` are its bytes. All waiting gradients are offloaded once they have `CopiesInFlight.group_bytes`; if
+        complete ones stay on the device, once they have as many bytes as those may have.
         """
         self._waiting[flat] = self._waiting.get(flat, 0) + nbytes
         self._waiting_bytes += nbytes
-        if self._waiting_bytes >= self.in_flight.group_bytes:
+        if self._waiting_bytes >= self._most_waiting:
             self._offload_waiting()
 
     def _offload_waiting(self) -> None:
@@ -346,6 +353,30 @@ class GradientOffloader:
         return waited
 
     # ---- towards a step, or user code ----
+
+    def stay_on_device(self, flat: FlatParameter, number: int) -> int | None:
+        """Copies the complete gradient of `flat`, with this number, to a slot of `PeerMemory`, before `hand_over`.
+
+        Returns:
+            The slot's offset; None: the gradient is in host memory, or goes there, or there is none.
+        """
+        gradient = self._gradients[flat]
+        on_device = gradient.on_device
+        if self._peers is None or gradient.accumulating or not on_device or len(on_device) < sum(gradient.arrived):
+            return None
+        if (slot := self._peers.acquire(number, flat.nbytes)) is None:
+            return None
+        self._waiting_bytes -= self._waiting.pop(flat, 0)
+        gradient.on_device = {}
+        self._stream = self._copies.follow(self._stream)
+        target = self._peers.slot(slot, flat.nbytes)
+        if not all(gradient.arrived):
+            with internals.without_dispatch():
+                target.zero_()  # other ranks may have gradients of these parameters
+        for index, grad in on_device.items():
+            item = flat.param_views[index]
+            self._copies.d2d(with_stride(grad, item.stride), target[item.start * flat.dtype.itemsize :])
+        return slot
 
     def hand_over(self, flat: FlatParameter) -> list[bool] | None:
         """Passes the ownership of a gradient to a step; the caller passes the step's future to `set_consumed`.

@@ -6,7 +6,7 @@ The modules, in the order in which they are best read:
 - `residency`: parameters that stay on the device with gradients and optimizer states.
 - `states_config`: settings for a whole training.
 - `grouping`: parameters grouped into flat parameters, with layouts and optimizers.
-- `rank_states`: what several ranks share of the flat parameters.
+- `rank_states`: what several ranks share of the flat parameters, in host memory and on devices.
 - `state_storage`: the scratch space on SSDs, and the store of each flat parameter.
 - `unit_mover`: moves the values of one part of a unit after the other.
 """
@@ -23,7 +23,7 @@ from lightning_ssd.model_states.placement.grouping import (
     make_flat_params,
     make_spec,
 )
-from lightning_ssd.model_states.placement.rank_states import RankStates, describe_training
+from lightning_ssd.model_states.placement.rank_states import RankStates, describe_training, share_peer_memory
 from lightning_ssd.model_states.placement.residency import (
     PlanTiers,
     UnitTiers,

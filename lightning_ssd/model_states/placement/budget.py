@@ -57,6 +57,7 @@ def plan_memory(
     lazy_seconds: bool = False,
     ranks: int = 1,
     means: bool = False,
+    copies: bool = True,
     weights_in_memory: bool = False,
 ) -> MemoryPlan:
     """Returns the tiers of flat parameters: with "auto", host memory within `budget`, compute weights first.
@@ -77,14 +78,15 @@ def plan_memory(
         ranks: ranks that share the memory, in which each of them has gradients and staging memory of its own.
         weights_in_memory: whether with "ssd" compute weights are in host memory within `budget`: of those on SSDs, each
             rank reads all.
-        means: whether the owner of a flat parameter keeps the mean of the gradients of this host, for the other hosts.
+        means: whether the owner of a flat parameter keeps the mean of this host's gradients in host memory.
+        copies: whether gradients of each rank are copied to host memory.
 
     Raises:
         ValueError: the budget is too small; it names `host_memory` and the bytes needed.
     """
     everything: list[OffloadTierName] = ["host"] * len(layouts)
     make_plan = partial(
-        _plan, layouts, shared=shared, summed=summed, lazy_seconds=lazy_seconds, ranks=ranks, means=means
+        _plan, layouts, shared=shared, summed=summed, lazy_seconds=lazy_seconds, ranks=ranks, means=means, copies=copies
     )
     all_host = make_plan(everything, everything)
     if tiers is not None:
@@ -155,6 +157,7 @@ def _plan(
     lazy_seconds: bool,
     ranks: int,
     means: bool,
+    copies: bool,
 ) -> MemoryPlan:
     param_staging: list[int] = []
     staging: list[int] = []
@@ -175,7 +178,7 @@ def _plan(
         param_staging.append(align_up(layout.flat.nbytes) if of_weights == "ssd" else 0)
     for_params, for_staging = (sum(sorted(sizes, reverse=True)[:AHEAD]) for sizes in (param_staging, staging))
     sizes = [align_up(layout.gradient_bytes) for layout in layouts]
-    gradients = shared_gradient_bytes(sizes) if shared and ssd else sum(sizes)
+    gradients = 0 if not copies else shared_gradient_bytes(sizes) if shared and ssd else sum(sizes)
     host += ranks * (for_params + for_staging + gradients)
     if summed:
         host += ranks * sum(layout.summed_gradient_bytes for layout in layouts)

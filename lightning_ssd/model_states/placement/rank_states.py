@@ -2,15 +2,17 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_ssd.device import CopyEngine
 from lightning_ssd.model_states.gradients import SharedGradient
 from lightning_ssd.model_states.placement.states_config import Setup
 from lightning_ssd.model_states.stores import Layout
 from lightning_ssd.model_states.units import FlatParameter
-from lightning_ssd.ranks import Ranks
-from lightning_ssd.storage import Slab, commit, page_lock
+from lightning_ssd.ranks import PeerMemory, Ranks
+from lightning_ssd.storage import Slab, align_up, commit, page_lock
 
 
 class RankStates:
@@ -25,23 +27,27 @@ class RankStates:
     Args:
         ranks: memory and messages of this rank.
         layouts: layouts of the flat parameters, in the same order on all ranks.
-        pin: whether this rank's gradients are page-locked, for copies from the device.
+        pin: whether host memory that the device copies to is page-locked.
+        peers: device memory that all ranks read; owned. None: complete gradients are copied to host memory.
 
     Attributes:
-        ranks: memory and messages of this rank.
+        ranks, peers: as the arguments.
         numbers: number of each flat parameter, in messages.
         owners: number of the rank that sums the gradients of each flat parameter and steps it.
         gradients: memory of the gradients of each flat parameter that is stepped.
         values: memory of all values.
     """
 
-    def __init__(self, ranks: Ranks, layouts: Sequence[Layout], *, pin: bool) -> None:
+    def __init__(self, ranks: Ranks, layouts: Sequence[Layout], *, pin: bool, peers: PeerMemory | None = None) -> None:
         self.ranks = ranks
+        self.peers = peers
         self.values: list[Slab] = []
         self._uncommitted: list[Slab] = []
         """In this rank's file. A page is allocated on the NUMA node of the process that first writes to it."""
         self._unpinned: list[Slab] = []
         self._own_gradients: list[Tensor] = []
+        self._means: list[Slab] = []
+        """Where this rank's device writes the means that it computes."""
         self.numbers = {layout.flat: number for number, layout in enumerate(layouts)}
         owners = choose_owners([layout.flat.numel for layout in layouts], ranks.size)
         self.owners = dict(zip(self.numbers, owners, strict=True))
@@ -88,6 +94,23 @@ class RankStates:
         unpinned, self._unpinned = self._unpinned, []
         page_lock(unpinned)
 
+    def close_peers(self) -> None:
+        """Unmaps other ranks' device memory, which this rank's device does not read any more. Idempotent."""
+        for mean in self._means:
+            mean.unpin()
+        if self.peers is not None:
+            self.peers.close()
+
+    def release(self, flat: FlatParameter) -> None:
+        """Frees the pages of this rank's gradient of `flat` in host memory, which the owner has summed.
+
+        With `peers`, few gradients are there. The next one commits pages again. Any thread may call.
+        """
+        own, shared = self.ranks.rank, self.gradients[flat]
+        self.ranks.memory[own].release(shared.copies[own].tensor)
+        if not self.owns(flat):
+            self.ranks.memory[own].release(shared.sums[own])
+
     def free_gradients(self) -> None:
         """Frees the memory of this rank's gradients. All owners have summed them, and nothing is page-locked."""
         own, self._own_gradients = self._own_gradients, []
@@ -97,12 +120,32 @@ class RankStates:
     def _share_gradient(self, flat: FlatParameter, *, pin: bool) -> SharedGradient:
         own = self.ranks.rank
         copies = [memory.allocate(flat.nbytes) for memory in self.ranks.memory]
-        self._uncommitted.append(copies[own])
-        if pin:  # this rank's device copies to its own part alone, and only that is unlocked at the end
-            self._unpinned.append(copies[own])
         sums = [memory.floats(flat.numel) for memory in self.ranks.memory]
         self._own_gradients += [copies[own].tensor, sums[own]]
+        written = copies[own]  # to which the device copies, and page-locked; other memory takes pages when it is used
+        if self.peers is not None:
+            written = Slab.over(sums[own].view(torch.uint8))
+            self._means.append(written)
+        if self.peers is None or self.owns(flat):
+            self._uncommitted.append(written)
+            if pin:
+                self._unpinned.append(written)
         return SharedGradient(own, copies, sums)
+
+
+LEAST_PEER_BYTES = 2**29
+"""Least bytes of each device for gradients that wait for their sums, unless all of them have fewer."""
+
+
+def share_peer_memory(ranks: Ranks, layouts: Sequence[Layout], copies: CopyEngine) -> PeerMemory | None:
+    """Shares device memory for gradients that wait for their sums: two of the largest have room, and several others.
+
+    Ranks compute about the same at a time. The memory covers their differences, and the time that sums take.
+    """
+    sizes = [align_up(layout.flat.nbytes) for layout in layouts if layout.steps]
+    if not sizes:
+        return None
+    return PeerMemory.share(ranks, copies, max(2 * max(sizes), min(sum(sizes), LEAST_PEER_BYTES)))
 
 
 def choose_owners(numels: Sequence[int], size: int) -> list[int]:

@@ -201,6 +201,11 @@ class Setup:
         return alone and not self.needs_norm and not self.defer_to_user_hooks and self.config.overlap == "optimized"
 
     @property
+    def sums_on_device(self) -> bool:
+        """Whether steps of several ranks use gradients as backward has computed them, which their devices may sum."""
+        return not self.sums_gradients and not self.defer_to_user_hooks and self.config.overlap == "optimized"
+
+    @property
     def kind(self) -> Literal["host", "ssd", "auto"]:
         """The tiers that offloaded states may be in; "auto": both. Files of several ranks are those of one host."""
         if self.config.states == "auto" and (self.storage.tier == "host" or self.num_nodes > 1):

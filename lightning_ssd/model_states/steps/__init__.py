@@ -8,6 +8,7 @@ The modules, in the order in which they are best read:
 - `step_scheduler`: when the step of a flat parameter begins, and which futures wait for it.
 - `step`: the step of one flat parameter, from the arrival of its gradient to its commit.
 - `rank_steps`: sums of gradients over ranks, and steps that another rank makes.
+- `peer_sums`: sums of gradients over ranks on the owner's device.
 - `host_sums`: sums of gradients over hosts.
 - `rank_reduction`: gradients of ranks that torch reduces, and buffers.
 - `weights_first`: units whose compute weights are stepped before the rest.

@@ -5,8 +5,8 @@ the same turns of it in the same order, whatever they do with other ones (`T`: t
 
 1. All ranks: `T.READY` tells the owner that the rank's gradient is in its part of shared memory, and that it reads the
    weights no more. The message describes the turn: the owner compares those of all ranks.
-2. Owner, on the worker's thread: norms of the mean, if they are needed. `T.SUM` tells the others which parameters have
-   a gradient, and the norms, from which all ranks compute the same coefficient.
+2. Owner, on the worker's thread or its device: norms of the mean, if they are needed. `T.SUM` tells the others which
+   parameters have a gradient, and the norms, from which all ranks compute the same coefficient.
 3. Owner, on the worker's thread: the step, which computes the mean in the order of ranks, in fp32, as it reads the
    gradients. `T.WEIGHTS` and `T.STEP` tell that it is written. With values on SSDs, `T.STEP` passes on their hashes, by
    which the other ranks check what they read.
@@ -15,8 +15,13 @@ the same turns of it in the same order, whatever they do with other ones (`T`: t
 No rank waits for a message in forward or backward except for the weights of the last step. So branches that differ
 between ranks, and repeated micro-batches, need no order that ranks agree on.
 
-The mean has no memory of its own: written and read again, its 8 bytes a parameter would cross the memory besides the
-ranks' gradients. A clipped step reads these twice, which is less traffic for two or three ranks, and the same for four.
+If devices read each other's memory, complete gradients stay on them, and that of the owner computes norms and mean
+(`PeerSums`). Gradients that are not known to be complete, and those without room (`PeerMemory`), are in host memory;
+the owner's device reads them from there, and the bits are the same.
+
+Elsewhere the mean has no memory of its own: written and read again, its 8 bytes a parameter would cross the memory
+besides the ranks' gradients. A clipped step reads these twice, which is less traffic for two or three ranks, and the
+same for four.
 
 With several hosts, the owner writes the mean of its host to memory, and sums it with those of the same flat parameter's
 owners on the other hosts (`HostSums`), before norms and step. Every host steps alike, and has the same values.
@@ -31,6 +36,7 @@ alike, and posts `T.STEP`. A rank that has not written begins another turn, whic
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 
 import torch
@@ -43,6 +49,7 @@ from lightning_ssd.model_states.gradients import GradientOffloader
 from lightning_ssd.model_states.optimizers import FlatOptimizer, Options, RankMean
 from lightning_ssd.model_states.placement import RankStates
 from lightning_ssd.model_states.steps.host_sums import HostSums
+from lightning_ssd.model_states.steps.peer_sums import PeerSums, Source
 from lightning_ssd.model_states.stores import StagedState, StateStore
 from lightning_ssd.model_states.units import FlatParameter, ParamView
 from lightning_ssd.ranks import RankError, Topic
@@ -59,11 +66,13 @@ class _Ready:
             ranks copy the mean before the step, or there is no step.
         has_grad: for each parameter, whether the rank has a gradient of it.
         from_sums: whether the gradients are in the rank's `SharedGradient.sums`, and not in its `copies`.
+        slot: offset of the rank's slot of `PeerMemory`, if that has the gradients.
     """
 
     alike: int | str | None
     has_grad: Sequence[bool] = ()
     from_sums: bool = True
+    slot: int | None = None
 
 
 @dataclass(frozen=True)
@@ -84,7 +93,8 @@ class _Sum:
 class RankSteps:
     """Sums the gradients of flat parameters over ranks, and passes on which steps their owners have made.
 
-    Threads: methods run on the training thread, or on autograd's while that waits; `_mean` on the worker's thread.
+    Threads: methods run on the training thread, or on autograd's while that waits; `_host_gradient` on the worker's
+    thread, or the thread `sums`.
     Futures of messages complete on the thread `ranks`, which runs their callbacks: these compare messages, count steps
     and post messages, and wait for nothing.
 
@@ -118,6 +128,9 @@ class RankSteps:
         owned = [flat for flat in flat_optimizers if states.owns(flat)]
         self._hosts = None if states.ranks.hosts is None else HostSums(states.ranks, owned)
         """Sums over hosts. None: there is one host."""
+        largest = max((flat.numel for flat in owned), default=0)
+        self._peer_sums = PeerSums(copies, largest) if states.peers is not None and owned else None
+        """Sums on this rank's device. None: steps sum gradients in host memory."""
         self._written: dict[FlatParameter, int] = {}
         """Checksums of weights that user code has written since the last sum, which other hosts compare at the next."""
         self._turns = dict.fromkeys(stores, 0)
@@ -170,6 +183,14 @@ class RankSteps:
 
     # ---- sums ----
 
+    def keep_on_device(self, flat: FlatParameter) -> int | None:
+        """Copies the complete gradient of `flat` to a slot that all ranks read, whose offset is passed to `sum`.
+
+        Returns:
+            None: it is to be handed over to host memory, or there is none.
+        """
+        return self._gradients.stay_on_device(flat, self._states.numbers[flat])
+
     def sum(
         self,
         flat: FlatParameter,
@@ -177,6 +198,7 @@ class RankSteps:
         arrived: Sequence[bool] | None,
         options: Options | None,
         priority: int,
+        slot: int | None = None,
     ) -> "Future[None]":
         """Passes this rank's gradient of `flat`, or none, to the owner's next step. The weights were evicted.
 
@@ -187,18 +209,22 @@ class RankSteps:
             options: options of the step, which have to be the same on all ranks; None: it is another turn, before
                 which ranks copy the mean.
             priority: priority of the owner's job.
+            slot: slot of `PeerMemory` that has the gradient, and belongs to the sum; None: it is in host memory.
 
         Returns:
             A future that is done when the owner has all gradients, `Gradient.mean`, and norms of the mean are known.
         """
         gradient, messages, owner = self._gradients[flat], self._messages, self._states.owners[flat]
         norms = None if options is None else self._gradients.norms.to_sum(flat)
+        share = 1.0 / self._states.ranks.world_size
 
         def describe() -> _Ready:
-            return _Ready(_show(options), tuple(gradient.has_accum if arrived is None else arrived), arrived is None)
+            has_grad = tuple(gradient.has_accum if arrived is None else arrived)
+            return _Ready(_show(options), has_grad, arrived is None, slot)
 
         begun = self._begin(flat, on_host, describe)
-        key = Topic.SUM, *self._key(flat)
+        number, turn = self._key(flat)
+        key = Topic.SUM, number, turn
 
         def keep(found: _Sum) -> None:
             self._sums[flat] = found
@@ -207,7 +233,19 @@ class RankSteps:
                 for item, value in zip(_present(flat, found.has_grad), found.norms, strict=True):
                     norms[item.parameter] = torch.tensor(value, dtype=torch.float32)
 
+        peers = self._states.peers if options is not None else None
+        if peers is not None:
+            peers.post(number, turn)
+
+        def free() -> None:
+            if peers is not None:
+                peers.free(number, turn)
+                if slot is None:
+                    gradient.committed = False
+                    self._states.release(flat)
+
         def note(contents: Mapping[int, _Sum]) -> "Future[_Sum]":  # on the thread `ranks`
+            free()
             gradient.end_step()
             keep(contents[owner])
             return finished(contents[owner])
@@ -218,28 +256,46 @@ class RankSteps:
             return gradient.summed
 
         def compute() -> None:  # on the worker's thread
-            gradient.mean = self._mean(flat, begun.result())
+            contents = begun.result()
+            self._note_present(flat, contents)
+            sources = [self._host_gradient(flat, rank, contents[rank]) for rank in range(messages.size)]
+            gradient.mean = RankMean(sources, share)
             if self._hosts is not None or options is None:  # whose sum, or copies, need memory
                 gradient.mean.write(gradient.accumulated())
                 gradient.mean = RankMean([gradient.accumulated()], 1.0)
             if self._hosts is None:
                 tell()
 
-        def tell() -> "Future[None]":  # on the same, or on that of sums over hosts
-            mean, finite, values = gradient.mean, True, []
+        def compute_on(sums: PeerSums) -> None:  # on the thread `sums`
+            contents = begun.result()
+            self._note_present(flat, contents)
+            sources = [self._source(flat, rank, contents[rank]) for rank in range(messages.size)]
+            mean = gradient.accumulated()
+            measured = _present(flat, gradient.has_accum) if norms is not None and self._hosts is None else []
+            values = sums.write(sources, share, mean, measured)
+            gradient.mean = RankMean([mean], 1.0)
+            free()
+            if self._hosts is None:
+                tell(values)
+
+        def tell(values: Sequence[float] | None = None) -> "Future[None]":  # on the same, or on that of sums over hosts
+            mean, finite = gradient.mean, True
             assert mean is not None
             if norms is not None:
                 spans = [slice(item.start, item.start + item.numel) for item in _present(flat, gradient.has_accum)]
-                values = [float(mean.norm(span)) for span in spans]
+                values = [float(mean.norm(span)) for span in spans] if values is None else values
                 # A norm of finite gradients may be infinite.
                 finite = all(isfinite(norm) or mean.is_finite(span) for norm, span in zip(values, spans, strict=True))
-            found = _Sum(gradient.has_accum, values, finite)
+            found = _Sum(gradient.has_accum, values or (), finite)
             keep(found)
             messages.post(*key, found, messages.others)
             return finished(None)
 
         last = self._stores[flat].stepped  # which uses the last mean, or writes weights
-        gradient.summed = self._worker.submit(compute, [begun, last], priority=priority)
+        if self._peer_sums is not None and peers is not None:
+            gradient.summed = self._peer_sums.submit(partial(compute_on, self._peer_sums), [begun, last])
+        else:
+            gradient.summed = self._worker.submit(compute, [begun, last], priority=priority)
         if self._hosts is not None:
             alike = self._written.pop(flat, 0), _show(options)
             gradient.summed = then(self._hosts.submit(flat, gradient, alike, gradient.summed), lambda _: tell())
@@ -278,23 +334,31 @@ class RankSteps:
         """
         return self._begin(flat, finished(None), lambda: _Ready(_show(options)))
 
-    def _mean(self, flat: FlatParameter, contents: Mapping[int, _Ready]) -> RankMean:
-        """Returns the mean of all ranks' gradients, which belong to this rank.
+    def _note_present(self, flat: FlatParameter, contents: Mapping[int, _Ready]) -> None:
+        """Notes which parameters have a gradient on any rank."""
+        flags = zip(*[one.has_grad for one in contents.values()], strict=True)
+        self._gradients[flat].has_accum = [any(of_index) for of_index in flags]
 
-        Parameters without a gradient on some ranks get zeros there, as in torch's DDP.
+    def _host_gradient(self, flat: FlatParameter, rank: int, content: _Ready) -> Tensor:
+        """Returns a rank's gradients in host memory, which belong to this rank.
+
+        Parameters without a gradient on that rank alone get zeros there, as in torch's DDP.
         """
-        gradient, shared = self._gradients[flat], self._states.gradients[flat]
-        by_rank = [contents[rank] for rank in range(self._messages.size)]
-        sources = [
-            shared.sums[rank] if one.from_sums else shared.copies[rank].tensor.view(flat.dtype)
-            for rank, one in enumerate(by_rank)
-        ]
-        gradient.has_accum = [any(of_index) for of_index in zip(*[one.has_grad for one in by_rank], strict=True)]
-        for source, one in zip(sources, by_rank, strict=True):
-            for item, has, on_any in zip(flat.param_views, one.has_grad, gradient.has_accum, strict=True):
-                if on_any and not has:
-                    source[item.start : item.start + item.numel].zero_()
-        return RankMean(sources, 1.0 / self._states.ranks.world_size)
+        shared = self._states.gradients[flat]
+        source = shared.sums[rank] if content.from_sums else shared.copies[rank].tensor.view(flat.dtype)
+        for item, has, on_any in zip(flat.param_views, content.has_grad, self._gradients[flat].has_accum, strict=True):
+            if on_any and not has:
+                source[item.start : item.start + item.numel].zero_()
+        return source
+
+    def _source(self, flat: FlatParameter, rank: int, content: _Ready) -> Source | None:
+        """Returns where the device reads a rank's gradients; None: there are none."""
+        if not any(content.has_grad):
+            return None
+        if content.slot is not None and self._states.peers is not None:
+            return Source(self._states.peers.address(rank, content.slot), flat.dtype)
+        source = self._host_gradient(flat, rank, content)
+        return Source(source.data_ptr(), source.dtype)
 
     def _check_alike(self, flat: FlatParameter, contents: Mapping[int, _Ready]) -> None:
         own = self._messages.rank
@@ -323,7 +387,9 @@ class RankSteps:
             self.close()
 
     def close(self) -> None:
-        """Ends sums over hosts. Idempotent."""
+        """Ends sums over hosts and devices. Idempotent."""
+        if self._peer_sums is not None:
+            self._peer_sums.close()
         if self._hosts is not None:
             self._hosts.close()
 

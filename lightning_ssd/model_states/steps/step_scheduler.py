@@ -211,8 +211,9 @@ class StepScheduler:
         gradient, store = self._gradients[flat], self._stores[flat]
         self._gradients.resume_stepped(flat)
         options = self._options.submit(flat)  # the step owns these
-        arrived = self._gradients.hand_over(flat)
         reduced = self._running.defer_to_user_hooks
+        slot = None if reduced or self._ranks is None else self._ranks.keep_on_device(flat)
+        arrived = self._gradients.hand_over(flat)
         # A step that is not committed must not change the values or the gradient. That of several ranks is their mean.
         kept = arrived is not None or (self._ranks is not None and not reduced)
         speculated = self._decision.speculate(revertible=store.layout.versions == 2 and kept)
@@ -221,7 +222,7 @@ class StepScheduler:
         on_host = finished(None) if waits else self._gradients.on_host(flat, arrived)
         limit = self._running.limit
         if self._ranks is not None and not reduced:
-            on_host = self._ranks.sum(flat, on_host, arrived, options, self._priorities[flat])
+            on_host = self._ranks.sum(flat, on_host, arrived, options, self._priorities[flat], slot)
             arrived = None
         elif reduced or (arrived is None and limit is None and not self._decision.needs_norm):
             gradient.retain(arrived, self._decision.scale, limit)

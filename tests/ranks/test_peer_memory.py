@@ -1,0 +1,168 @@
+"""Device memory that ranks share, which are threads of one process here: who waits for room, and who does not."""
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_ssd.device import make_copy_engine
+from lightning_ssd.ranks import PeerMemory, RankError, RankMemory, RankMessages, Ranks, Topic
+from lightning_ssd.ranks.rank_memory import make_files
+
+PAGE = 4096
+
+
+def connect(size: int) -> list[RankMessages]:
+    pipes: list[dict[int, Connection]] = [{} for _ in range(size)]
+    for low in range(size):
+        for high in range(low + 1, size):
+            pipes[low][high], pipes[high][low] = Pipe()
+    return [RankMessages(rank, connections) for rank, connections in enumerate(pipes)]
+
+
+def make_memory(messages: RankMessages, slots: int) -> PeerMemory:
+    return PeerMemory(messages, torch.zeros(slots * PAGE, dtype=torch.uint8), [0] * messages.size, [])
+
+
+@pytest.fixture
+def two() -> Iterator[list[RankMessages]]:
+    """Messages of two ranks."""
+    ranks = connect(2)
+    yield ranks
+    for one in ranks:
+        one.close()
+
+
+def test_a_rank_waits_for_the_sum_of_a_gradient(two: list[RankMessages]) -> None:
+    told: SimpleQueue[Any] = SimpleQueue()
+    two[1].listen(Topic.FULL, lambda rank, posted: told.put((rank, posted)))
+    memory = make_memory(two[0], slots=2)
+    offsets = [memory.acquire(number, PAGE) for number in (5, 6)]
+    for number in (5, 6):
+        memory.post(number, 1)
+    found: list[int | None] = []
+    waiting = threading.Thread(target=lambda: found.append(memory.acquire(7, PAGE)))
+    waiting.start()
+    assert told.get(timeout=20) == (0, {5: 1, 6: 1})
+    assert not found
+    memory.free(6, 1)
+    waiting.join(20)
+    assert found == [offsets[1]]
+
+
+def test_a_failed_rank_is_not_waited_for(two: list[RankMessages]) -> None:
+    told: SimpleQueue[Any] = SimpleQueue()
+    two[1].listen(Topic.FULL, lambda rank, posted: told.put(posted))
+    memory = make_memory(two[0], slots=1)
+    memory.acquire(0, PAGE)
+    memory.post(0, 1)
+    found: list[int | None] = []
+    waiting = threading.Thread(target=lambda: found.append(memory.acquire(1, PAGE)))
+    waiting.start()
+    told.get(timeout=20)
+    two[1].fail(RankError("no more"))
+    waiting.join(20)
+    assert found == [None]
+
+
+class Backwards:
+    """Backwards of several ranks, each of which computes the gradients of all flat parameters in an order of its own.
+
+    A gradient is summed once all ranks have posted it, as their owners do.
+    """
+
+    def __init__(self, orders: Sequence[Sequence[int]], slots: int) -> None:
+        self.messages = connect(len(orders))
+        self.memories = [make_memory(one, slots) for one in self.messages]
+        self.on_host = [0] * len(orders)
+        self.ended = [False] * len(orders)
+        self._orders = orders
+        self._posted: dict[int, int] = dict.fromkeys(orders[0], 0)
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        threads = [threading.Thread(target=self._run, args=(rank,), daemon=True) for rank in range(len(self.memories))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        if all(self.ended):
+            for one in self.messages:
+                one.close()
+
+    def _run(self, rank: int) -> None:
+        for number in self._orders[rank]:
+            if self.memories[rank].acquire(number, PAGE) is None:
+                self.on_host[rank] += 1
+            self.memories[rank].post(number, 1)
+            with self._lock:
+                self._posted[number] += 1
+                summed = self._posted[number] == len(self._orders)
+            if summed:
+                for memory in self.memories:
+                    memory.free(number, 1)
+        self.ended[rank] = True
+
+
+ORDERS = st.integers(2, 3).flatmap(
+    lambda ranks: st.integers(1, 7).flatmap(
+        lambda flats: st.lists(st.permutations(range(flats)), min_size=ranks, max_size=ranks)
+    )
+)
+
+
+@given(ORDERS, st.integers(1, 3))
+def test_ranks_whose_backwards_differ_do_not_wait_for_ever(orders: list[list[int]], slots: int) -> None:
+    backwards = Backwards(orders, slots)
+    backwards.run()
+    assert all(backwards.ended)
+
+
+@given(st.permutations(range(6)), st.integers(1, 3))
+def test_gradients_stay_on_the_devices_of_ranks_whose_backwards_are_alike(order: list[int], slots: int) -> None:
+    backwards = Backwards([order] * 3, slots)
+    backwards.run()
+    assert all(backwards.ended)
+    assert backwards.on_host == [0, 0, 0]
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_all_ranks_share_memory_or_none(disabled: bool, two: list[RankMessages]) -> None:
+    """One rank whose environment forbids it decides for all."""
+    descriptors = make_files(2)
+    copies = make_copy_engine(torch.device("cpu"))
+    shared: dict[int, PeerMemory | None] = {}
+
+    def share(rank: int) -> None:
+        ranks = Ranks(two[rank], [RankMemory(descriptor) for descriptor in descriptors])
+        shared[rank] = PeerMemory.share(ranks, copies, 2 * PAGE)
+
+    exchange = two[1].exchange
+    if disabled:
+        two[1].exchange = lambda content: exchange(True if content is False else content)  # type: ignore[method-assign]
+    threads = [threading.Thread(target=share, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    if disabled:
+        assert shared == {0: None, 1: None}
+    else:
+        first, second = shared[0], shared[1]
+        assert first is not None and second is not None
+        offset = second.acquire(0, PAGE)
+        assert offset is not None
+        second.slot(offset, PAGE).fill_(7)
+        read = torch.zeros(PAGE, dtype=torch.uint8)
+        copies.copy(read.data_ptr(), first.address(1, offset), PAGE)
+        assert read.eq(7).all()
+    for descriptor in descriptors:
+        os.close(descriptor)
