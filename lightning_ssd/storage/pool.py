@@ -64,8 +64,6 @@ class PinnedPool:
         self.slab_total = 0
         self.used_bytes = 0
         self.peak_bytes = 0
-        self._needed = 0
-        """Peak of `used_bytes` since the last `trim`."""
         self._refused = False
         self._closed = False
         self._use_device = device_setter()
@@ -122,14 +120,15 @@ class PinnedPool:
             self.peak_bytes = self.used_bytes
 
     def trim(self) -> None:
-        """Frees empty slabs that requests since the last call did not need. A pool of one slab keeps it.
+        """Frees empty slabs of which no buffer was allocated since the last call. A pool of one slab keeps it.
 
         Freeing page-locked memory waits for the device.
         """
         with self._changed:
-            needed, self._needed = self._needed, self.used_bytes
-            if self._slab_bytes is not None and self.slab_total > needed:
-                self._close_empty_slabs(needed)
+            if self._slab_bytes is not None:
+                self._close_empty_slabs(idle=True)
+                for slab in self._slabs:
+                    slab.idle = True
 
     def refuse(self) -> None:
         """Makes waiting and later requests raise a StorageError. The memory belongs to its buffers until `close`."""
@@ -186,16 +185,25 @@ class PinnedPool:
             self._merge_idle()
             span = self._find(need)
         if span is None:
-            span = self._grow(need)
+            span = self._grow(need) or self._find(need, anywhere=True)
         return None if span is None else self._hand_out(span, nbytes)
 
-    def _find(self, need: int) -> _Span | None:
-        """Allocates a span in an existing slab."""
+    def _find(self, need: int, *, anywhere: bool = False) -> _Span | None:
+        """Allocates a span in an existing slab.
+
+        Only large requests use large slabs, unless `anywhere`: small ones would keep `trim` from freeing them.
+        """
         for slab in self._slabs:
+            if not anywhere and self._is_large(slab.slots.capacity) != self._is_large(need):
+                continue
             offset = slab.slots.allocate(need)
             if offset is not None:
                 return _Span(slab, offset, slab.memory.tensor[offset : offset + need])
         return None
+
+    def _is_large(self, nbytes: int) -> bool:
+        """Returns whether a request has, or has made, a slab of more than `slab_bytes`."""
+        return self._slab_bytes is not None and nbytes > self._slab_bytes
 
     def _grow(self, need: int) -> _Span | None:
         """Allocates a span in a new slab, if the budget has room for one."""
@@ -210,7 +218,7 @@ class PinnedPool:
     def _hand_out(self, span: _Span, nbytes: int) -> PinnedBuffer:
         self.used_bytes += span.tensor.numel()
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-        self._needed = max(self._needed, self.used_bytes)
+        span.slab.idle = False
         return PinnedBuffer(self, span, nbytes)
 
     def _merge_idle(self) -> None:
@@ -223,6 +231,7 @@ class PinnedPool:
     def _add_slab(self, nbytes: int) -> None:
         self._use_device()
         self._slabs.append(_SlabSlots(Slab(nbytes, pin=self._pin), SlotAllocator(nbytes)))
+        self._slabs.sort(key=lambda slab: slab.slots.capacity)  # large requests use the smallest slab with room
         self.slab_total += nbytes
 
     def _make_room(self, need: int) -> bool:
@@ -236,18 +245,13 @@ class PinnedPool:
         self._close_empty_slabs()
         return True
 
-    def _close_empty_slabs(self, least: int = 0) -> None:
-        """Frees empty slabs, but leaves at least `least` bytes of slabs.
+    def _close_empty_slabs(self, *, idle: bool = False) -> None:
+        """Frees empty slabs; `idle`: only those that are idle.
 
         The lock is released meanwhile, because freeing pinned memory synchronizes the device.
         """
         self._merge_idle()
-        left = sum(slab.slots.capacity for slab in self._slabs)
-        empty: list[_SlabSlots] = []
-        for slab in self._slabs:
-            if not slab.slots.used and left - slab.slots.capacity >= least:
-                left -= slab.slots.capacity
-                empty.append(slab)
+        empty = [slab for slab in self._slabs if not slab.slots.used and (slab.idle or not idle)]
         self._slabs = [slab for slab in self._slabs if slab not in empty]  # no request allocates in them any more
         self._changed.release()
         try:
@@ -316,6 +320,8 @@ class PinnedBuffer:
 class _SlabSlots:
     memory: Slab
     slots: SlotAllocator
+    idle: bool = True
+    """Whether no buffer of it was allocated since the last `trim`."""
 
 
 @dataclass(eq=False, slots=True)

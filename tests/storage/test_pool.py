@@ -73,6 +73,31 @@ def test_a_trimmed_pool_has_the_slabs_of_its_last_requests(before: int, after: i
     pool.close()
 
 
+@pytest.mark.parametrize("first", [2, 7])
+def test_the_slab_of_a_large_request_is_freed_when_later_ones_are_small(first: int) -> None:
+    """Whether it was made before those of small requests or after them."""
+    pool = PinnedPool(16 * PAGE, pin=False, slab_bytes=2 * PAGE)
+    pool.acquire(first * PAGE).release()
+    for sizes in [(2, 2, 2, 7), (2, 2), (2, 2)]:
+        pool.trim()
+        for buffer in [pool.acquire(size * PAGE) for size in sizes]:
+            buffer.release()
+    pool.trim()
+    assert pool.slab_total == 4 * PAGE
+    pool.close()
+
+
+def test_repeated_requests_are_served_by_the_slabs_that_are_left() -> None:
+    sizes = [2, 4, 7, 2, 1, 2]
+    pool = PinnedPool(32 * PAGE, pin=False, slab_bytes=3 * PAGE)
+    for in_order in (sizes[::-1], sizes, sizes, sizes):
+        for buffer in [pool.acquire(size * PAGE) for size in in_order]:
+            buffer.release()
+        pool.trim()
+        assert pool.slab_total == 20 * PAGE
+    pool.close()
+
+
 def test_a_pool_of_one_slab_keeps_it() -> None:
     pool = PinnedPool(16 * PAGE, pin=False)
     pool.trim()
