@@ -52,9 +52,12 @@ class Slab:
         # A forked process (a DataLoader worker) must not share these pages: copy-on-write would replace them during
         # a transfer, and the bytes read would be lost.
         mapping.madvise(mmap.MADV_DONTFORK)
+        start = -torch.frombuffer(mapping, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
+        whole = start + nbytes // _HUGE_PAGE * _HUGE_PAGE
         with contextlib.suppress(OSError):  # a kernel without transparent huge pages
             mapping.madvise(mmap.MADV_HUGEPAGE)
-        start = -torch.frombuffer(mapping, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
+            # The last huge page would take up to 2 MiB more than the slab.
+            mapping.madvise(mmap.MADV_NOHUGEPAGE, whole, len(mapping) - whole)
         with torch.inference_mode(False):  # other threads may not write a tensor that was made in inference mode
             # Not a slice of the whole: `is_pinned` asks CUDA about the address at which a tensor's storage begins.
             self.tensor = torch.frombuffer(mapping, dtype=torch.uint8, offset=start, count=nbytes)

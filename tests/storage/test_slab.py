@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_ssd.device import process_ram
 from lightning_ssd.storage import Slab, StorageError, commit, slab
 
 SIZES = (2**20, 3 * 2**20 + 4096, 65 * 2**20)  # the last one has two pieces
@@ -47,13 +48,13 @@ def install(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def resident(memory: torch.Tensor) -> int:
-    """Returns the bytes of RAM of the mapping that has `memory`."""
-    found = 0
+    """Returns the bytes of RAM of the mappings that have parts of `memory`."""
+    found, begin = 0, memory.data_ptr()
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            within = int(bounds[1], 16) <= memory.data_ptr() < int(bounds[2], 16)
+            within = int(bounds[1], 16) < begin + memory.numel() and begin < int(bounds[2], 16)
         elif within and line.startswith("Rss:"):
-            found = 1024 * int(line.split()[1])
+            found += 1024 * int(line.split()[1])
     return found
 
 
@@ -65,6 +66,13 @@ def test_committed_pages_are_resident_and_keep_their_bytes() -> None:
     for one in slabs:
         assert resident(one.tensor) >= one.tensor.numel()
         assert one.tensor[5000:70000].eq(7).all() and one.tensor.sum(dtype=torch.int64) == 7 * 65000
+
+
+def test_committed_slabs_take_no_more_memory_than_they_have() -> None:
+    slabs = [Slab(2**21 + 4096, pin=False) for _ in range(64)]
+    before = process_ram()
+    commit(slabs, pin=False)
+    assert process_ram() - before < 1.1 * sum(one.tensor.numel() for one in slabs)
 
 
 def test_slabs_are_page_locked_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
