@@ -18,6 +18,7 @@ from lightning_ssd.device.memory import (
     available_memory,
     process_gpu_memory,
     process_ram,
+    trim_heap,
     usable_gpu_memory,
     usable_memory,
 )

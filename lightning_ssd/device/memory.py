@@ -1,5 +1,7 @@
 """Host memory and GPU memory that this process may use, in bytes."""
 
+import contextlib
+import ctypes
 from pathlib import Path
 
 import torch
@@ -60,6 +62,16 @@ def process_ram(proc: Path = PROC) -> int:
     folder = proc / "self"
     fields = [line.split() for name in ("smaps_rollup", "status") for line in read_text(folder / name).splitlines()]
     return 1024 * next((int(field[1]) for field in fields if field and field[0] in ("Pss:", "VmRSS:")), 0)
+
+
+def trim_heap() -> None:
+    """Returns memory of freed tensors to the kernel that the C library has kept for later allocations.
+
+    glibc keeps a tensor's memory if the tensor has at most as many bytes as one that was freed before, up to 32 MiB,
+    and if anything that was allocated later is still in use.
+    """
+    with contextlib.suppress(AttributeError):  # another C library, such as musl
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def process_gpu_memory(device: torch.device) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_ssd.device import CopyEngine, Worker, make_copy_engine
+from lightning_ssd.device import CopyEngine, Worker, make_copy_engine, trim_heap
 from lightning_ssd.model_states.gradients import GradientPool
 from lightning_ssd.model_states.journal import CommitRecord, Journal
 from lightning_ssd.model_states.model_states import ModelStates, StateBytes
@@ -162,6 +162,7 @@ def make_model_states(
                 ranks.begin_fill()
         _fill(module, units, of_units, stores, uninitialized, loaded, device, versions)
         if gives:
+            trim_heap()
             commit()
         if ranks is not None:
             _share_values(ranks, stores, space.staging)

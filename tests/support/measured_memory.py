@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
-from lightning_ssd.device import process_ram
+from lightning_ssd.device import process_ram, trim_heap
 from lightning_ssd.host_memory import host_memory_of
 from tests.support.trainings import quiet
 
@@ -87,6 +87,7 @@ def fit(strategy: Any, depth: int, steps: int, **arguments: Any) -> None:
 
 def main() -> None:
     fit("auto", 1, 2)  # what torch and Lightning take in any training
+    trim_heap()
     memory = Memory(proportional_set_size())
     strategy = SSDOffloadStrategy(states="host", tier="host", host_memory="480MiB", gpu_memory="16MiB", min_bytes=2**16)
     fit(strategy, DEPTH, STEPS, callbacks=[memory, SwapPlanner(gpu_memory=sys.argv[1], warm_up=1, steps=1)])
