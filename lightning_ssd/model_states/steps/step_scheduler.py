@@ -283,7 +283,9 @@ class StepScheduler:
             return step.speculative(speculated, on_host, ready)
         return step.deferred(
             [on_host, *ready, self._released],
-            weights_first=self._overlap == "optimized" and self._weights_first.covers(self._priorities[flat]),
+            weights_first=self._overlap == "optimized"
+            and self._ranks is None  # which are bound by the host's memory: two parts transfer half more than one
+            and self._weights_first.covers(self._priorities[flat]),
             drop_second=self._decision.given_up,
         )
 

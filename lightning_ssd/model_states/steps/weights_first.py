@@ -13,6 +13,8 @@ class WeightsFirst:
     which training waited, and raised after others. The first units of the forward are the first to have two parts,
     because the gradients of the last units arrive first.
 
+    Steps of several ranks have one part: the host's memory, which they share, bounds them.
+
     Threads: the training thread, or autograd's while that waits.
 
     Args:
