@@ -19,6 +19,7 @@ from tests.support.measurements import measure_few_bytes
 
 WIDTH = 32
 
+ACCELERATOR = os.environ.get("RANKS_ACCELERATOR", "cpu")
 DEVICES = int(os.environ.get("LOCAL_WORLD_SIZE", 2))
 """Processes of a host."""
 
@@ -56,7 +57,7 @@ class Net(pl.LightningModule):
 
 def fit(module: Net, batches: int = 4, **strategy: Any) -> None:
     trainer = pl.Trainer(
-        strategy=SSDOffloadStrategy(**{"states": "host", "min_bytes": 1024} | strategy), accelerator="cpu",
+        strategy=SSDOffloadStrategy(**{"states": "host", "min_bytes": 1024} | strategy), accelerator=ACCELERATOR,
         devices=DEVICES, num_nodes=dist.get_world_size() // DEVICES,
         use_distributed_sampler=False, max_epochs=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,

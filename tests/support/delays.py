@@ -38,6 +38,14 @@ class SlowCopies(CUDACopyEngine):
         self._hold(self._in._stream)
         return super().h2d(src, dst, after, awaited=awaited)
 
+    def d2d(self, src: Tensor, dst: Tensor) -> None:
+        self._hold(torch.cuda.current_stream())
+        super().d2d(src, dst)
+
+    def copy(self, to: int, source: int, nbytes: int) -> None:
+        self._hold(torch.cuda.current_stream())
+        super().copy(to, source, nbytes)
+
     @staticmethod
     def _hold(stream: torch.cuda.Stream) -> None:
         if DELAYS.random() < 0.3:
