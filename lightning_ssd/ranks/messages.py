@@ -43,7 +43,7 @@ class Topic(IntEnum):
     """The sender, a flat parameter's owner, has the gradients of all ranks, and norms of their mean. If user code may
     read gradients, the mean is in shared memory."""
     WEIGHTS = auto()
-    """The sender, a flat parameter's owner, has written its new weights."""
+    """The sender, a flat parameter's owner, has written its new weights, and other values not yet."""
     STEP = auto()
     """The sender, a flat parameter's owner, has written all of its new values, and reads gradients no more."""
     TRAINING = auto()

@@ -8,8 +8,8 @@ the same turns of it in the same order, whatever they do with other ones (`T`: t
 2. Owner, on the worker's thread or its device: norms of the mean, if they are needed. `T.SUM` tells the others which
    parameters have a gradient, and the norms, from which all ranks compute the same coefficient.
 3. Owner, on the worker's thread: the step, which computes the mean in the order of ranks, in fp32, as it reads the
-   gradients. `T.WEIGHTS` and `T.STEP` tell that it is written. With values on SSDs, `T.STEP` passes on their hashes, by
-   which the other ranks check what they read.
+   gradients. `T.STEP` tells that it is written, with the hashes of values on SSDs, by which the other ranks check what
+   they read. If only optimizer states are there, `T.WEIGHTS` precedes it.
 4. Other ranks: the futures that a prefetch, or a reader of the values, waits for are done when these arrive.
 
 No rank waits for a message in forward or backward except for the weights of the last step. So branches that differ
@@ -410,7 +410,8 @@ class RankSteps:
         if not self.owns(flat):
             return
         messages, store, key = self._messages, self._stores[flat], self._key(flat)
-        messages.post_after(weights, Topic.WEIGHTS, *key, lambda: None, messages.others)
+        if self._weights_precede(store):
+            messages.post_after(weights, Topic.WEIGHTS, *key, lambda: None, messages.others)
         stored = then(done, store.written)
         made = scale.result
         messages.post_after(stored, Topic.STEP, *key, lambda: (made() is not None, store.hashes()), messages.others)
@@ -423,7 +424,6 @@ class RankSteps:
         owner, key = self._states.owners[flat], self._key(flat)
         gradient, store = self._gradients[flat], self._stores[flat]
         has_grad, summed = list(gradient.has_accum) if reduced else None, gradient.summed
-        written: Future[dict[int, None]] = self._messages.collect(Topic.WEIGHTS, *key, [owner])
         stepped: Future[dict[int, tuple[bool, Hashes]]] = self._messages.collect(Topic.STEP, *key, [owner])
 
         def count(_: None) -> "Future[None]":  # on the thread that completes the last of both, mostly `ranks`
@@ -437,10 +437,19 @@ class RankSteps:
             return finished(None)
 
         done = then(all_of([stepped, summed]), count)
-        # Until the commit, the weights are those of the version before; on SSDs, their hashes are, too.
-        if store.layout.versions == 2 or store.buffers.weights.tier == "ssd":
+        if not self._weights_precede(store):
             return done, done
+        written: Future[dict[int, None]] = self._messages.collect(Topic.WEIGHTS, *key, [owner])
         return then(written, lambda _: finished(None)), done
+
+    @staticmethod
+    def _weights_precede(store: StateStore) -> bool:
+        """Whether other ranks may read new weights before the step is committed, and its other values are on SSDs.
+
+        With two versions, the weights are those of the version before until the commit; on SSDs, their hashes are, too.
+        """
+        buffers = store.buffers
+        return not buffers.in_memory and store.layout.versions == 1 and buffers.weights.tier != "ssd"
 
     # ---- writes of user code ----
 
