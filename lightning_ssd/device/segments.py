@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Iterator
 
 import torch
@@ -11,6 +12,8 @@ from lightning_ssd.device.memory import CUDAMemory, process_gpu_memory
 
 FIRST_MICRO_BATCHES = 4
 """Micro-batches after which the allocator has reserved as much as later ones need, as long as nothing changes."""
+
+_NAME = "expandable_segments"
 
 SHORT = 0.6
 """Share of this process's GPU memory that is reserved where memory counts as short."""
@@ -64,21 +67,31 @@ class ExpandableSegments:
 def fixed_segments() -> Iterator[None]:
     """Memory that is allocated within the context is in no expandable segment: other processes can map it.
 
-    Called while `ExpandableSegments` has enabled them: before the first micro-batch. Final settings of the user stay.
+    Called while `ExpandableSegments` has enabled them: before the first micro-batch. The user's settings follow.
     """
-    if (change := _setting()) is not None:
-        change(False)
+    user = _user_settings()
+    own = "" if _NAME in user else f"{_NAME}:True"
+    if is_native := torch.cuda.get_allocator_backend() == "native":
+        internals.set_allocator(_joined(re.sub(f"{_NAME}:\\w*,?", "", user), f"{_NAME}:False"))
     try:
         yield
     finally:
-        if change is not None:
-            change(True)
+        if is_native:
+            internals.set_allocator(_joined(user, own))
 
 
 def _setting() -> Callable[[bool], None] | None:
     """Returns a function that enables or disables expandable segments; `None`: the user's settings are final."""
-    user = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    if "expandable_segments" in user or torch.cuda.get_allocator_backend() != "native":
+    user = _user_settings()
+    if _NAME in user or torch.cuda.get_allocator_backend() != "native":
         return None
-    # Each call sets all settings: those of the user are repeated.
-    return lambda enabled: internals.set_allocator(",".join(filter(None, (user, f"expandable_segments:{enabled}"))))
+    return lambda enabled: internals.set_allocator(_joined(user, f"{_NAME}:{enabled}"))
+
+
+def _user_settings() -> str:
+    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+
+
+def _joined(*settings: str) -> str:
+    """Returns settings for one call, which sets all: those of the user are repeated."""
+    return ",".join([one.strip(",") for one in settings if one])

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_ssd.device import ExpandableSegments
+from lightning_ssd.device import ExpandableSegments, fixed_segments
 from lightning_ssd.device.segments import FIRST_MICRO_BATCHES
 
 GIB = 2**30
@@ -92,3 +92,22 @@ def test_segments_expand_for_good_once_memory_gets_short(gpu: SimpleNamespace) -
     assert gpu.settings == [ON, OFF, FREED, ON]
     segments.end()
     assert gpu.settings == [ON, OFF, FREED, ON, OFF]
+
+
+@pytest.mark.parametrize(
+    ("user", "within", "afterwards"),
+    [
+        ("", OFF, ON),
+        ("max_split_size_mb:64", f"max_split_size_mb:64,{OFF}", f"max_split_size_mb:64,{ON}"),
+        (f"{ON},max_split_size_mb:64", f"max_split_size_mb:64,{OFF}", f"{ON},max_split_size_mb:64"),
+        (f"max_split_size_mb:64,{ON}", f"max_split_size_mb:64,{OFF}", f"max_split_size_mb:64,{ON}"),
+        (OFF, OFF, OFF),
+    ],
+)
+def test_memory_that_other_processes_map_is_in_no_expandable_segment(
+    gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, user: str, within: str, afterwards: str
+) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", user)
+    with fixed_segments():
+        assert gpu.settings == [within]
+    assert gpu.settings == [within, afterwards]
