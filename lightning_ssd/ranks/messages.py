@@ -39,6 +39,9 @@ class Topic(IntEnum):
     FULL = auto()
     """The sender has no room for another gradient on its device. The content are the flat parameters whose gradients it
     has posted, and that are not summed, with their turns; None: it waits for no room any more."""
+    READ = auto()
+    """The sender, a flat parameter's owner, has summed the gradients of its host, whose memory is free. With several
+    hosts, `SUM` follows when all have; with one, nothing but `SUM` is sent."""
     SUM = auto()
     """The sender, a flat parameter's owner, has the gradients of all ranks, and norms of their mean. If user code may
     read gradients, the mean is in shared memory."""

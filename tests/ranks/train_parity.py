@@ -302,6 +302,7 @@ CASES = {
     "ragged accumulation": Case(sgd, trainer={"accumulate_grad_batches": 3}),
     "branches": Case(route=lambda rank, index: [0, 1 + (rank + index) % 2], trainer={"gradient_clip_val": 0.05}),
     "other order": Case(route=lambda rank, index: [0, 1, 2] if rank else [2, 1, 0]),
+    "reversed order": Case(route=lambda rank, index: [2, 1, 0]),
     "unused on all ranks": Case(sgd, route=lambda rank, index: [0, 1]),
     "tied and frozen": Case(tied=True, frozen=True),
     "gradients are read": Case(module=ReadsGradients, trainer={"gradient_clip_val": 0.05}),

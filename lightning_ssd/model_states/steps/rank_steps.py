@@ -38,6 +38,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
+from typing import Any
 
 import torch
 import xxhash
@@ -237,22 +238,26 @@ class RankSteps:
         if peers is not None:
             peers.post(number, turn)
 
-        def free() -> None:
+        def free(_: object = None) -> "Future[None]":  # on the thread `ranks`, of the owner `sums`
             if peers is not None:
                 peers.free(number, turn)
                 if slot is None:
                     gradient.committed = False
                     self._states.release(flat)
+            return finished(None)
 
         def note(contents: Mapping[int, _Sum]) -> "Future[_Sum]":  # on the thread `ranks`
-            free()
             gradient.end_step()
             keep(contents[owner])
             return finished(contents[owner])
 
         if not self.owns(flat):
             summed: Future[dict[int, _Sum]] = messages.collect(*key, [owner])
-            gradient.summed = then(begun, lambda _: then(summed, note))
+            on_hosts = peers is not None and self._hosts is not None
+            read: Future[Any] = messages.collect(Topic.READ, number, turn, [owner]) if on_hosts else summed
+            freed = then(begun, lambda _: then(read, free))
+            gradient.summed = then(freed, lambda _: then(summed, note))
+            gradient.summed.add_done_callback(messages.fail_with)
             return gradient.summed
 
         def compute() -> None:  # on the worker's thread
@@ -277,6 +282,8 @@ class RankSteps:
             free()
             if self._hosts is None:
                 tell(values)
+            else:  # whose sums are in another order: other ranks would wait for room until they compute later gradients
+                messages.post(Topic.READ, number, turn, None, messages.others)
 
         def tell(values: Sequence[float] | None = None) -> "Future[None]":  # on the same, or on that of sums over hosts
             mean, finite = gradient.mean, True
@@ -299,6 +306,7 @@ class RankSteps:
         if self._hosts is not None:
             alike = self._written.pop(flat, 0), _show(options)
             gradient.summed = then(self._hosts.submit(flat, gradient, alike, gradient.summed), lambda _: tell())
+        gradient.summed.add_done_callback(messages.fail_with)
         return gradient.summed
 
     def reduce(self) -> None:
