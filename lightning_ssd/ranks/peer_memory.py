@@ -118,9 +118,8 @@ class PeerMemory(Uncopied):
                 addresses.append(memory.data_ptr() if rank == own else opened[-1] + found[1])
             right = [_reads(copies, address, rank) for rank, address in enumerate(addresses)]
             works = len(right) == ranks.size and all(right)
-        shared = cls(ranks.messages, memory, addresses, opened) if works and memory is not None else None
-        if all(ranks.messages.exchange(works)):
-            return shared
+        if all(ranks.messages.exchange(works)) and memory is not None:
+            return cls(ranks.messages, memory, addresses, opened)
         for address in opened:
             close_memory(address)
         return None
