@@ -34,8 +34,8 @@ class Topic(IntEnum):
     EXCHANGE = auto()
     """The sender's part of an exchange between all ranks."""
     READY = auto()
-    """The sender's part in a turn of a flat parameter is in shared memory, such as a gradient, and the sender reads the
-    values before no more. The receiver, the owner of the flat parameter, may change them."""
+    """The sender's part in a turn of a flat parameter, such as a gradient, is in memory that all ranks read, and the
+    sender reads the values before no more. The receiver, the owner of the flat parameter, may change them."""
     FULL = auto()
     """The sender has no room for another gradient on its device. The content are the flat parameters whose gradients it
     has posted, and that are not summed, with their turns; None: it waits for no room any more."""

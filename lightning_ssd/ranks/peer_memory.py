@@ -37,7 +37,7 @@ class PeerMemory(Uncopied):
     thread of sums or the thread `ranks`. `_lock` guards the fields below it; futures complete without it.
 
     Ownership: a slot belongs to its rank until that posts the slot's offset to the owner of the flat parameter. From
-    then on both may read it, until the owner's message about the sum, with which this rank frees it.
+    then on both may read it, until the owner's message that it has summed the gradients, with which this rank frees it.
 
     Args:
         messages: messages of this rank.

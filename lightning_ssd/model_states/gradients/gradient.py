@@ -98,12 +98,14 @@ class SharedGradient:
 
     Ownership: a rank writes its parts until it posts its gradient to the owner of the flat parameter, and again from
     the owner's message about the step on. In between they belong to the owner. If user code may read gradients, they
-    belong to the owner until its message about the sum, and the step reads each rank's own.
+    belong to the owner until its message about the sum, and the step reads each rank's own. If devices sum gradients, a
+    rank frees the pages of its parts at the owner's message about the sum, and the mean is in the owner's of `sums`.
 
     Attributes:
         rank: number of this rank.
         copies: gradients as backward has computed them, in the dtype of the compute weights.
-        sums: gradients of several micro-batches in fp32; if user code may read gradients: the mean of all ranks.
+        sums: gradients of several micro-batches in fp32; if user code may read gradients, if devices sum gradients, or
+            with several hosts: the mean of all ranks, in the owner's part.
     """
 
     rank: int

@@ -3,8 +3,8 @@
 A turn of a flat parameter is a step, a sum of its gradients, or a change of its values by user code. All ranks begin
 the same turns of it in the same order, whatever they do with other ones (`T`: topics of messages):
 
-1. All ranks: `T.READY` tells the owner that the rank's gradient is in its part of shared memory, and that it reads the
-   weights no more. The message describes the turn: the owner compares those of all ranks.
+1. All ranks: `T.READY` tells the owner that the rank's gradient is in its part of shared memory, or on its device, and
+   that it reads the weights no more. The message describes the turn: the owner compares those of all ranks.
 2. Owner, on the worker's thread or its device: norms of the mean, if they are needed. `T.SUM` tells the others which
    parameters have a gradient, and the norms, from which all ranks compute the same coefficient.
 3. Owner, on the worker's thread: the step, which computes the mean in the order of ranks, in fp32, as it reads the
@@ -12,19 +12,22 @@ the same turns of it in the same order, whatever they do with other ones (`T`: t
    which the other ranks check what they read.
 4. Other ranks: the futures that a prefetch, or a reader of the values, waits for are done when these arrive.
 
-No rank waits for a message in forward or backward except for the weights of the last step. So branches that differ
-between ranks, and repeated micro-batches, need no order that ranks agree on.
+In forward and backward, a rank waits for messages about the weights of the last step, and about room on its device for
+another gradient, unless that might never end (`PeerMemory`). So branches that differ between ranks, and repeated
+micro-batches, need no order that ranks agree on.
 
 If devices read each other's memory, complete gradients stay on them, and that of the owner computes norms and mean
 (`PeerSums`). Gradients that are not known to be complete, and those without room (`PeerMemory`), are in host memory;
-the owner's device reads them from there, and the bits are the same.
+the owner's device reads them from there, and the bits are the same. A rank frees its gradient's memory at `T.SUM`.
 
 Elsewhere the mean has no memory of its own: written and read again, its 8 bytes a parameter would cross the memory
 besides the ranks' gradients. A clipped step reads these twice, which is less traffic for two or three ranks, and the
 same for four.
 
 With several hosts, the owner writes the mean of its host to memory, and sums it with those of the same flat parameter's
-owners on the other hosts (`HostSums`), before norms and step. Every host steps alike, and has the same values.
+owners on the other hosts (`HostSums`), before norms and step. Every host steps alike, and has the same values. Ranks
+free their gradients' memory before, at `T.READ`: sums over hosts have an order of their own, in which a gradient may
+come first that a rank computes only once its device has room.
 
 If user code may read gradients between backward and step, 1 and 2 are a turn, in which all ranks copy the mean when
 backward ends (`reduce`). It may read weights, too: `T.READY` begins the turn of the step (`evicted`).
