@@ -117,8 +117,8 @@ class GradientOffloader:
     def delay_steps(self) -> None:
         """Begins a backward without steps: they are submitted after its end, and gradients can be dropped if it fails.
 
-        The steps overlap with the next forward only. With a shared pool steps are not delayed: other gradients need the
-        memory that they free.
+        The steps overlap with the next forward only. With a shared pool steps are not delayed, and with `peers` only
+        those of the first gradients: other gradients need the memory that they free.
         """
         if self._pool is None and not self.backward.arriving:
             self.accumulate_all()  # gradients that user code may read are of an earlier backward
@@ -191,6 +191,8 @@ class GradientOffloader:
         self._waiting_bytes += nbytes
         if self._waiting_bytes >= self._most_waiting:
             self._offload_waiting()
+            if self._peers is not None:  # host memory has no room for all gradients
+                self.backward.end_delay()
 
     def _offload_waiting(self) -> None:
         for flat in list(self._waiting):
