@@ -360,11 +360,11 @@ class GradientOffloader:
         """Copies the complete gradient of `flat`, with this number, to a slot of `PeerMemory`, before `hand_over`.
 
         Returns:
-            The slot's offset; None: the gradient is in host memory, or goes there, or there is none.
+            The slot's offset; None: the gradient is not whole, or in part in host memory, or has to go there.
         """
         gradient = self._gradients[flat]
         on_device = gradient.on_device
-        if self._peers is None or gradient.accumulating or not on_device or len(on_device) < sum(gradient.arrived):
+        if self._peers is None or gradient.accumulating or len(on_device) < len(flat.param_views):
             return None
         if (slot := self._peers.acquire(number, flat.nbytes)) is None:
             return None
@@ -372,9 +372,6 @@ class GradientOffloader:
         gradient.on_device = {}
         self._stream = self._copies.follow(self._stream)
         target = self._peers.slot(slot, flat.nbytes)
-        if not all(gradient.arrived):
-            with internals.without_dispatch():
-                target.zero_()  # other ranks may have gradients of these parameters
         for index, grad in on_device.items():
             item = flat.param_views[index]
             self._copies.d2d(with_stride(grad, item.stride), target[item.start * flat.dtype.itemsize :])
