@@ -124,11 +124,21 @@ class Events:
         if result := self._driver.cuStreamWaitEvent(stream, thread.order, 0):
             _check(result, "cuStreamWaitEvent")
 
-    def copy(self, dst: int, src: int, nbytes: int, stream: Stream) -> None:
-        """Issues a copy between two addresses on `stream`."""
+    def copy(self, dst: int, src: int, nbytes: int, stream: Stream, *, waits: bool = False) -> None:
+        """Issues a copy between two addresses on `stream`.
+
+        Args:
+            dst: address of the copied bytes.
+            src: address of the bytes.
+            nbytes: their number.
+            stream: the stream.
+            waits: whether the call may wait until the device has made the copy, which it does if host memory is not
+                page-locked. Other threads of Python run meanwhile: the device may wait for them, by another rank.
+        """
         if not self._thread.entered:
             self._enter()
-        if result := self._driver.cuMemcpyAsync(dst, src, nbytes, stream):
+        driver = self._blocking if waits else self._driver
+        if result := driver.cuMemcpyAsync(dst, src, nbytes, stream):
             raise RuntimeError(f"cuMemcpyAsync of {nbytes} bytes failed with CUDA driver error {result}")
 
     def _new(self, flags: int) -> ctypes.c_void_p:

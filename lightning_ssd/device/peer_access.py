@@ -20,6 +20,8 @@ class _Handle(ctypes.Structure):
 def export_memory(memory: Tensor) -> tuple[bytes, int]:
     """Returns a handle of memory on a CUDA device, and the offset in bytes at which it begins in that of the handle.
 
+    What the current stream has written is in the memory then.
+
     Raises:
         RuntimeError: it can't be exported, such as memory of an expandable segment of torch's allocator.
     """
@@ -48,7 +50,7 @@ def close_memory(address: int) -> None:
 
 
 def _driver() -> Any:
-    torch.cuda.current_stream().synchronize()  # any call that makes the runtime use the driver sets the context
+    torch.cuda.current_stream().synchronize()  # as any call that makes the runtime use the driver, it sets the context
     driver = ctypes.CDLL("libcuda.so.1")
     pointer, address = ctypes.c_void_p, ctypes.c_uint64
     driver.cuMemGetAddressRange_v2.argtypes = (pointer, pointer, address)

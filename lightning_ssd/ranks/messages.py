@@ -34,11 +34,14 @@ class Topic(IntEnum):
     EXCHANGE = auto()
     """The sender's part of an exchange between all ranks."""
     READY = auto()
-    """The sender's part in a turn of a flat parameter is in shared memory, such as a gradient, and the sender reads the
-    values before no more. The receiver, the owner of the flat parameter, may change them."""
+    """The sender's part in a turn of a flat parameter, such as a gradient, is in memory that all ranks read, and the
+    sender reads the values before no more. The receiver, the owner of the flat parameter, may change them."""
     FULL = auto()
     """The sender has no room for another gradient on its device. The content are the flat parameters whose gradients it
     has posted, and that are not summed, with their turns; None: it waits for no room any more."""
+    READ = auto()
+    """The sender, a flat parameter's owner, has summed the gradients of its host, whose memory is free. With several
+    hosts, `SUM` follows when all have; with one, nothing but `SUM` is sent."""
     SUM = auto()
     """The sender, a flat parameter's owner, has the gradients of all ranks, and norms of their mean. If user code may
     read gradients, the mean is in shared memory."""

@@ -37,7 +37,7 @@ class PeerMemory(Uncopied):
     thread of sums or the thread `ranks`. `_lock` guards the fields below it; futures complete without it.
 
     Ownership: a slot belongs to its rank until that posts the slot's offset to the owner of the flat parameter. From
-    then on both may read it, until the owner's message about the sum, with which this rank frees it.
+    then on both may read it, until the owner's message that it has summed the gradients, with which this rank frees it.
 
     Args:
         messages: messages of this rank.
@@ -107,6 +107,7 @@ class PeerMemory(Uncopied):
             exported = export_memory(memory)
         addresses: list[int] = []
         opened: list[int] = []
+        works = False
         handles = ranks.messages.exchange(exported)
         with contextlib.suppress(RuntimeError):
             for rank, found in enumerate(handles):
@@ -115,10 +116,10 @@ class PeerMemory(Uncopied):
                 if rank != own:
                     opened.append(open_memory(found[0]))
                 addresses.append(memory.data_ptr() if rank == own else opened[-1] + found[1])
-        works = len(addresses) == ranks.size and all([_reads(copies, at, rank) for rank, at in enumerate(addresses)])
-        shared = cls(ranks.messages, memory, addresses, opened) if works and memory is not None else None
-        if all(ranks.messages.exchange(works)):
-            return shared
+            right = [_reads(copies, address, rank) for rank, address in enumerate(addresses)]
+            works = len(right) == ranks.size and all(right)
+        if all(ranks.messages.exchange(works)) and memory is not None:
+            return cls(ranks.messages, memory, addresses, opened)
         for address in opened:
             close_memory(address)
         return None
@@ -194,8 +195,9 @@ class PeerMemory(Uncopied):
         return self._addresses[rank] + offset
 
     def close(self) -> None:
-        """Unmaps other ranks' memory, which no copy reads any more. Idempotent."""
+        """Frees this rank's memory and unmaps other ranks', which no copy reads any more. Idempotent."""
         self._messages.listen(Topic.FULL, None)
+        self._memory = torch.empty(0, dtype=torch.uint8)
         while self._opened:
             close_memory(self._opened.pop())
 
@@ -203,8 +205,5 @@ class PeerMemory(Uncopied):
 def _reads(copies: CopyEngine, address: int, value: int) -> bool:
     """Returns whether the device reads `value` in the first bytes at an address: some platforms copy wrong ones."""
     read = torch.full((_CHECKED,), value ^ 255, dtype=torch.uint8, device=copies.device)
-    try:
-        copies.copy(read.data_ptr(), address, _CHECKED)
-        return bool((read == value).all())
-    except RuntimeError:
-        return False
+    copies.copy(read.data_ptr(), address, _CHECKED)
+    return bool((read == value).all())

@@ -1,5 +1,6 @@
 """Trainings of two ranks that end with an error. A script for `processes.launch`, whose argument names the failure."""
 
+import itertools
 import os
 import signal
 import sys
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd.model_states.placement import rank_states
+from lightning_ssd.model_states.steps.peer_sums import PeerSums
 from tests.support.measurements import measure_few_bytes
 
 WIDTH = 32
@@ -55,11 +58,11 @@ class Net(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def fit(module: Net, batches: int = 4, **strategy: Any) -> None:
+def fit(module: Net, batches: int = 4, clip: float | None = None, **strategy: Any) -> None:
     trainer = pl.Trainer(
         strategy=SSDOffloadStrategy(**{"states": "host", "min_bytes": 1024} | strategy), accelerator=ACCELERATOR,
         devices=DEVICES, num_nodes=dist.get_world_size() // DEVICES,
-        use_distributed_sampler=False, max_epochs=1, logger=False, enable_checkpointing=False,
+        gradient_clip_val=clip, use_distributed_sampler=False, max_epochs=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(module, DataLoader([torch.ones(4, WIDTH) for _ in range(batches)], batch_size=None))
@@ -198,6 +201,34 @@ class OwnBackward(Net):
         self.optimizers().step()
 
 
+class FullDevices(Net):
+    """Devices have room for the gradients of two layers, which rank 1 owns; that of the third one, rank 0."""
+
+    def __init__(self, act: Callable[["Net", int], None] | None = None, where: str = "forward") -> None:
+        super().__init__(act, where)
+        rank_states.LEAST_PEER_BYTES = 0
+        sizes = (WIDTH, 40, 30, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(*shape, bias=False) for shape in itertools.pairwise(sizes))
+
+
+def stop(module: Net, index: int) -> None:
+    if dist.get_rank() == 1 and index == 2:
+        module.trainer.should_stop = True
+
+
+def fail_on_device() -> None:
+    """The device of rank 1 can't sum a gradient, whose clipped step waits until rank 1 has computed all of them."""
+    write, calls = PeerSums.write, itertools.count()
+
+    def written(sums: PeerSums, *args: Any) -> list[float]:
+        if dist.get_rank() == 1 and next(calls) >= 2:
+            raise ValueError("a lost device")
+        return write(sums, *args)
+
+    PeerSums.write = written  # type: ignore[method-assign]
+    fit(FullDevices(), clip=0.1)
+
+
 CAUGHT: dict[str, tuple[Callable[[], None], str]] = {
     "other model": (lambda: fit(Wider()), r"rank 0 and rank 1 train differently: 'layers.1.bias"),
     "other learning rate": (
@@ -251,6 +282,12 @@ ENDS = {
         0,
         "RankError: (rank 1 has failed: )?user code writes weights of layers.0",
     ),
+    "stops earlier": (
+        lambda: fit(FullDevices(stop, "step")),
+        0,
+        "RankError: rank 1 has ended its training, and rank 0 goes on",
+    ),
+    "lost device": (fail_on_device, 0, "RankError: rank 1 has failed: ValueError: a lost device"),
     "kill, in DDP": (lambda: fit(Net(die, "backward"), states="gpu"), 0, "lightning_ssd: rank 1 has died"),
     "kill of rank 0, in DDP": (
         lambda: fit(Net(partial(die, rank=0)), states="gpu"),

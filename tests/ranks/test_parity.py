@@ -39,4 +39,4 @@ def test_bits_of_two_hosts_are_those_of_ddp() -> None:
 
 @pytest.mark.thorough
 def test_two_hosts_of_two_ranks_agree() -> None:
-    check(["sgd with momentum", "branches, gradients are read"], size=4, hosts=2)
+    check(["sgd with momentum", "branches, gradients are read", "reversed order"], size=4, hosts=2)

@@ -1,7 +1,9 @@
 """Device memory that ranks share, which are threads of one process here: who waits for room, and who does not."""
 
+import contextlib
 import os
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -13,8 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_ssd.device import make_copy_engine
-from lightning_ssd.ranks import PeerMemory, RankError, RankMemory, RankMessages, Ranks, Topic
+from lightning_ssd.device import CPUCopyEngine, make_copy_engine
+from lightning_ssd.ranks import PeerMemory, RankError, RankMemory, RankMessages, Ranks, Topic, peer_memory
 from lightning_ssd.ranks.rank_memory import make_files
 
 PAGE = 4096
@@ -166,3 +168,41 @@ def test_all_ranks_share_memory_or_none(disabled: bool, two: list[RankMessages])
         assert read.eq(7).all()
     for descriptor in descriptors:
         os.close(descriptor)
+
+
+def test_no_rank_keeps_memory_that_another_one_has_no_access_to(
+    two: list[RankMessages], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exported: list[weakref.ref[torch.Tensor]] = []
+    opened: SimpleQueue[int] = SimpleQueue()
+    closed: SimpleQueue[int] = SimpleQueue()
+
+    def export_memory(memory: torch.Tensor) -> tuple[bytes, int]:
+        exported.append(weakref.ref(memory))
+        return threading.current_thread().name.encode(), 0
+
+    def open_memory(handle: bytes) -> int:
+        if handle == b"0":
+            raise RuntimeError("no access")
+        opened.put(7)
+        return 7
+
+    monkeypatch.setattr(peer_memory, "fixed_segments", contextlib.nullcontext)
+    monkeypatch.setattr(peer_memory, "export_memory", export_memory)
+    monkeypatch.setattr(peer_memory, "open_memory", open_memory)
+    monkeypatch.setattr(peer_memory, "close_memory", closed.put)
+    monkeypatch.setattr(peer_memory, "_reads", lambda copies, address, rank: True)
+    copies = CPUCopyEngine(torch.device("meta"))
+    found: list[PeerMemory | None] = []
+
+    def share(rank: int) -> None:
+        found.append(PeerMemory.share(Ranks(two[rank], []), copies, PAGE))
+
+    threads = [threading.Thread(target=share, args=(rank,), name=f"{rank}") for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert found == [None, None]
+    assert opened.get(timeout=20) == closed.get(timeout=20)
+    assert [one() for one in exported] == [None, None]

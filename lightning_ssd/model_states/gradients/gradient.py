@@ -98,12 +98,14 @@ class SharedGradient:
 
     Ownership: a rank writes its parts until it posts its gradient to the owner of the flat parameter, and again from
     the owner's message about the step on. In between they belong to the owner. If user code may read gradients, they
-    belong to the owner until its message about the sum, and the step reads each rank's own.
+    belong to the owner until its message about the sum, and the step reads each rank's own. If devices sum gradients, a
+    rank frees the pages of its parts at the owner's message about the sum, and the mean is in the owner's of `sums`.
 
     Attributes:
         rank: number of this rank.
         copies: gradients as backward has computed them, in the dtype of the compute weights.
-        sums: gradients of several micro-batches in fp32; if user code may read gradients: the mean of all ranks.
+        sums: gradients of several micro-batches in fp32; if user code may read gradients, if devices sum gradients, or
+            with several hosts: the mean of all ranks, in the owner's part.
     """
 
     rank: int
@@ -145,7 +147,7 @@ class Gradient:
     Attributes:
         host_grad: gradients as copied from the device, in the flat's dtype; undefined between the parameters.
         is_shared: whether several ranks compute gradients, of which the step uses the mean.
-        committed: whether the pages of `host_grad` are committed, if ranks share it.
+        committed: whether the pages of `host_grad` are committed, if ranks share it and it is not page-locked.
         accum: sum of earlier micro-batches in fp32, `flat.numel` elements; None before the first accumulation, unless
             ranks share it.
         consumed: done when the copied gradients were accumulated, or stepped, and `host_grad` is free again.
@@ -169,11 +171,12 @@ class Gradient:
     def __init__(self, flat: FlatParameter, memory: Slab | GradientPool, shared: SharedGradient | None = None) -> None:
         self._flat = flat
         self._pool = memory if isinstance(memory, GradientPool) else None
+        self._slab = memory if isinstance(memory, Slab) else None
         self._release_memory: Callable[[], None] | None = None
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self.host_grad = self._bytes.view(flat.dtype)
-        if isinstance(memory, Slab):
-            self._use(memory.tensor, memory.close)
+        if self._slab is not None:
+            self._use(self._slab.tensor, self._slab.close)
         self.is_shared = shared is not None
         self.committed = False
         self.accum: Tensor | None = None if shared is None else shared.sums[shared.rank]
@@ -435,10 +438,11 @@ class Gradient:
         """
         size, views = self._flat.dtype.itemsize, self._flat.param_views
         starts = [views[index].start * size for index in values]
-        if self.is_shared and not self.committed:
+        locked = self._slab is None or self._slab.pinned
+        if self.is_shared and not (locked or self.committed):
             self.committed = True
             commit([Slab.over(self._bytes)], pin=False)  # a copy would have one core do it
-        return copies.d2h_each(list(values.values()), self._bytes, starts, awaited=awaited)
+        return copies.d2h_each(list(values.values()), self._bytes, starts, awaited=awaited, locked=locked)
 
     def add(self, arrived: list[bool]) -> None:
         """Adds copied gradients to `accum` in fp32. Runs on the worker's thread."""

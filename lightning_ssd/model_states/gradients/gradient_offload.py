@@ -117,8 +117,8 @@ class GradientOffloader:
     def delay_steps(self) -> None:
         """Begins a backward without steps: they are submitted after its end, and gradients can be dropped if it fails.
 
-        The steps overlap with the next forward only. With a shared pool steps are not delayed: other gradients need the
-        memory that they free.
+        The steps overlap with the next forward only. With a shared pool steps are not delayed, and with `peers` only
+        those of the first gradients: other gradients need the memory that they free.
         """
         if self._pool is None and not self.backward.arriving:
             self.accumulate_all()  # gradients that user code may read are of an earlier backward
@@ -191,6 +191,8 @@ class GradientOffloader:
         self._waiting_bytes += nbytes
         if self._waiting_bytes >= self._most_waiting:
             self._offload_waiting()
+            if self._peers is not None:  # host memory has no room for all gradients
+                self.backward.end_delay()
 
     def _offload_waiting(self) -> None:
         for flat in list(self._waiting):
@@ -358,11 +360,11 @@ class GradientOffloader:
         """Copies the complete gradient of `flat`, with this number, to a slot of `PeerMemory`, before `hand_over`.
 
         Returns:
-            The slot's offset; None: the gradient is in host memory, or goes there, or there is none.
+            The slot's offset; None: the gradient is not whole, or in part in host memory, or has to go there.
         """
         gradient = self._gradients[flat]
         on_device = gradient.on_device
-        if self._peers is None or gradient.accumulating or not on_device or len(on_device) < sum(gradient.arrived):
+        if self._peers is None or gradient.accumulating or len(on_device) < len(flat.param_views):
             return None
         if (slot := self._peers.acquire(number, flat.nbytes)) is None:
             return None
@@ -370,9 +372,6 @@ class GradientOffloader:
         gradient.on_device = {}
         self._stream = self._copies.follow(self._stream)
         target = self._peers.slot(slot, flat.nbytes)
-        if not all(gradient.arrived):
-            with internals.without_dispatch():
-                target.zero_()  # other ranks may have gradients of these parameters
         for index, grad in on_device.items():
             item = flat.param_views[index]
             self._copies.d2d(with_stride(grad, item.stride), target[item.start * flat.dtype.itemsize :])

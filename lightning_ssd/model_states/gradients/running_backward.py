@@ -65,6 +65,10 @@ class RunningBackward:
         accumulated = frozenset(flat for flat, gradient in self._gradients.items() if gradient.kept)
         self._before, self._added = _Before(states, accumulated), False
 
+    def end_delay(self) -> None:
+        """Has gradients stepped from now on as they are complete: what the backward has done can't be undone."""
+        self._before = None
+
     @property
     def steps_delayed(self) -> bool:
         """Whether gradients are stepped after the end of the backward only."""
@@ -108,6 +112,6 @@ class RunningBackward:
 
     def end(self) -> None:
         """Ends the backward."""
-        self._before = None
+        self.end_delay()
         self._summed.clear()
         self.ignored.clear()

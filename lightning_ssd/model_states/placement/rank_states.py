@@ -122,14 +122,14 @@ class RankStates:
         copies = [memory.allocate(flat.nbytes) for memory in self.ranks.memory]
         sums = [memory.floats(flat.numel) for memory in self.ranks.memory]
         self._own_gradients += [copies[own].tensor, sums[own]]
-        written = copies[own]  # to which the device copies, and page-locked; other memory takes pages when it is used
+        # Memory to which the device copies is page-locked. The rest takes pages when it is used.
+        written = [copies[own]]
         if self.peers is not None:
-            written = Slab.over(sums[own].view(torch.uint8))
-            self._means.append(written)
-        if self.peers is None or self.owns(flat):
-            self._uncommitted.append(written)
-            if pin:
-                self._unpinned.append(written)
+            written = [Slab.over(sums[own].view(torch.uint8))] if self.owns(flat) else []
+            self._means += written
+        self._uncommitted += written
+        if pin:
+            self._unpinned += written
         return SharedGradient(own, copies, sums)
 
 

@@ -1,6 +1,5 @@
 """`PeerSums`: means of all ranks' gradients, computed on the device of a flat parameter's owner."""
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -65,18 +64,21 @@ class PeerSums:
             total: receives the mean, fp32 in host memory.
             measured: the parameters.
         """
+        if self._stream is not None:
+            # No context: at its end, this thread would have the first device again, and allocate memory for a context.
+            torch.cuda.set_stream(self._stream)
         pieces: list[list[Tensor]] = [[] for _ in measured]
-        with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            for low in range(0, total.numel(), self._mean.numel()):
-                mean = self._mean[: total.numel() - low]
-                self._sum(sources, share, low, mean)
-                self._copies.copy(total[low:].data_ptr(), mean.data_ptr(), mean.nbytes)
-                _measure(mean, low, measured, pieces)
-            norms = [norm for of_one in pieces for norm in of_one]
-            values = iter(torch.stack(norms).tolist() if norms else ())  # waits for the device
-            if not norms and (mark := self._copies.mark(awaited=True)) is not None:
-                mark.synchronize()
-        return [math.hypot(*[next(values) for _ in of_one]) for of_one in pieces]
+        for low in range(0, total.numel(), self._mean.numel()):
+            mean = self._mean[: total.numel() - low]
+            self._sum(sources, share, low, mean)
+            self._copies.copy(total[low:].data_ptr(), mean.data_ptr(), mean.nbytes)
+            _measure(mean, low, measured, pieces)
+        norms = [norm for of_one in pieces for norm in of_one]
+        values = iter(torch.stack(norms).tolist() if norms else ())  # waits for the device
+        if not norms and (mark := self._copies.mark(awaited=True)) is not None:
+            mark.synchronize()
+        # Not `math.hypot`, which is infinite of a NaN and an infinite number.
+        return [math.sqrt(sum([next(values) ** 2 for _ in of_one])) for of_one in pieces]
 
     def _sum(self, sources: Sequence[Source | None], share: float, low: int, mean: Tensor) -> None:
         """Computes a part of the mean, from element `low` on."""
@@ -95,8 +97,9 @@ class PeerSums:
                 mean.mul_(share)
 
     def close(self) -> None:
-        """Ends the thread after its jobs."""
+        """Ends the thread after its current job, and frees the memory on the device. Idempotent."""
         self._worker.close()
+        self._read = self._part = self._mean = torch.empty(0)
 
 
 def _measure(mean: Tensor, low: int, measured: Sequence[ParamView], pieces: Sequence[list[Tensor]]) -> None:

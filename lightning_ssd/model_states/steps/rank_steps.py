@@ -3,8 +3,8 @@
 A turn of a flat parameter is a step, a sum of its gradients, or a change of its values by user code. All ranks begin
 the same turns of it in the same order, whatever they do with other ones (`T`: topics of messages):
 
-1. All ranks: `T.READY` tells the owner that the rank's gradient is in its part of shared memory, and that it reads the
-   weights no more. The message describes the turn: the owner compares those of all ranks.
+1. All ranks: `T.READY` tells the owner that the rank's gradient is in its part of shared memory, or on its device, and
+   that it reads the weights no more. The message describes the turn: the owner compares those of all ranks.
 2. Owner, on the worker's thread or its device: norms of the mean, if they are needed. `T.SUM` tells the others which
    parameters have a gradient, and the norms, from which all ranks compute the same coefficient.
 3. Owner, on the worker's thread: the step, which computes the mean in the order of ranks, in fp32, as it reads the
@@ -12,19 +12,22 @@ the same turns of it in the same order, whatever they do with other ones (`T`: t
    they read. If only optimizer states are there, `T.WEIGHTS` precedes it.
 4. Other ranks: the futures that a prefetch, or a reader of the values, waits for are done when these arrive.
 
-No rank waits for a message in forward or backward except for the weights of the last step. So branches that differ
-between ranks, and repeated micro-batches, need no order that ranks agree on.
+In forward and backward, a rank waits for messages about the weights of the last step, and about room on its device for
+another gradient, unless that might never end (`PeerMemory`). So branches that differ between ranks, and repeated
+micro-batches, need no order that ranks agree on.
 
 If devices read each other's memory, complete gradients stay on them, and that of the owner computes norms and mean
 (`PeerSums`). Gradients that are not known to be complete, and those without room (`PeerMemory`), are in host memory;
-the owner's device reads them from there, and the bits are the same.
+the owner's device reads them from there, and the bits are the same. A rank frees its gradient's memory at `T.SUM`.
 
 Elsewhere the mean has no memory of its own: written and read again, its 8 bytes a parameter would cross the memory
 besides the ranks' gradients. A clipped step reads these twice, which is less traffic for two or three ranks, and the
 same for four.
 
 With several hosts, the owner writes the mean of its host to memory, and sums it with those of the same flat parameter's
-owners on the other hosts (`HostSums`), before norms and step. Every host steps alike, and has the same values.
+owners on the other hosts (`HostSums`), before norms and step. Every host steps alike, and has the same values. Ranks
+free their gradients' memory before, at `T.READ`: sums over hosts have an order of their own, in which a gradient may
+come first that a rank computes only once its device has room.
 
 If user code may read gradients between backward and step, 1 and 2 are a turn, in which all ranks copy the mean when
 backward ends (`reduce`). It may read weights, too: `T.READY` begins the turn of the step (`evicted`).
@@ -38,6 +41,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
+from typing import Any
 
 import torch
 import xxhash
@@ -237,22 +241,26 @@ class RankSteps:
         if peers is not None:
             peers.post(number, turn)
 
-        def free() -> None:
+        def free(_: object = None) -> "Future[None]":  # on the thread `ranks`, of the owner `sums`
             if peers is not None:
                 peers.free(number, turn)
                 if slot is None:
                     gradient.committed = False
                     self._states.release(flat)
+            return finished(None)
 
         def note(contents: Mapping[int, _Sum]) -> "Future[_Sum]":  # on the thread `ranks`
-            free()
             gradient.end_step()
             keep(contents[owner])
             return finished(contents[owner])
 
         if not self.owns(flat):
             summed: Future[dict[int, _Sum]] = messages.collect(*key, [owner])
-            gradient.summed = then(begun, lambda _: then(summed, note))
+            on_hosts = peers is not None and self._hosts is not None
+            read: Future[Any] = messages.collect(Topic.READ, number, turn, [owner]) if on_hosts else summed
+            freed = then(begun, lambda _: then(read, free))
+            gradient.summed = then(freed, lambda _: then(summed, note))
+            gradient.summed.add_done_callback(messages.fail_with)
             return gradient.summed
 
         def compute() -> None:  # on the worker's thread
@@ -277,6 +285,8 @@ class RankSteps:
             free()
             if self._hosts is None:
                 tell(values)
+            else:  # whose sums are in another order: other ranks would wait for room until they compute later gradients
+                messages.post(Topic.READ, number, turn, None, messages.others)
 
         def tell(values: Sequence[float] | None = None) -> "Future[None]":  # on the same, or on that of sums over hosts
             mean, finite = gradient.mean, True
@@ -299,6 +309,7 @@ class RankSteps:
         if self._hosts is not None:
             alike = self._written.pop(flat, 0), _show(options)
             gradient.summed = then(self._hosts.submit(flat, gradient, alike, gradient.summed), lambda _: tell())
+        gradient.summed.add_done_callback(messages.fail_with)
         return gradient.summed
 
     def reduce(self) -> None:

@@ -77,6 +77,8 @@ class ParamPrefetcher:
         """Units whose weights operators outside of their forwards have used in this micro-batch's backward."""
         self._outside: set[int] = set()
         """Units whose weights such operators have used before backward, so that a gradient of them arrives."""
+        self._read: set[int] = set()
+        """Units whose weights such operators have used unrecorded by autograd, maybe in a reentrant checkpoint."""
         self._recomputing: dict[int, int] = {}
         """The unit that has `recomputed_by` set for each thread in backward."""
         self._unrecorded: set[int] = set()
@@ -100,7 +102,7 @@ class ParamPrefetcher:
                 self._expected[self._kind] = self._uses
             self._kind = kind
             self._forwards = [0] * len(self._units)
-            for units in (self._recomputed, self._outside, self._unrecorded):
+            for units in (self._recomputed, self._outside, self._read, self._unrecorded):
                 units.clear()
             self._nodes.clear()
             for thread in list(self._recomputing):
@@ -142,7 +144,7 @@ class ParamPrefetcher:
 
         Args:
             flat_params: the flat parameters, which are made resident.
-            record: whether the use is recorded, so that the next micro-batch prefetches them.
+            record: whether autograd records the use; then the next micro-batch prefetches them.
 
         Raises:
             RuntimeError: the step of one of them has begun, or another thread or process than that of `fit` calls.
@@ -160,6 +162,7 @@ class ParamPrefetcher:
                     self._pull(flat)
                 for unit in dict.fromkeys(self._unit_of[flat] for flat in held):
                     if not record:
+                        self._read.add(unit)
                         self._make_resident(unit)
                     elif in_backward():
                         self._recomputed.add(unit)
@@ -181,11 +184,12 @@ class ParamPrefetcher:
     def has_one_gradient(self, flat: FlatParameter) -> bool:
         """Returns whether autograd accumulates one gradient of each weight of `flat`, as far as is known in backward.
 
-        A unit has had one forward then, no reentrant checkpoint has used its weights elsewhere, and its forward is not
-        that of a reentrant checkpoint if its weights are used outside of it, too, as in a penalty of all weights.
+        A unit has had one forward then, no reentrant checkpoint has used its weights elsewhere, or may do so, and its
+        forward is not that of a reentrant checkpoint if its weights are used outside of it, too, as in a penalty of
+        all weights.
         """
         unit = self._unit_of[flat]
-        if unit in self._recomputed or (unit in self._unrecorded and self.used_outside(flat)):
+        if unit in self._recomputed | self._read or (unit in self._unrecorded and self.used_outside(flat)):
             return False
         return self._forwards[unit] == 1
 

@@ -46,6 +46,18 @@ class Tied(BlocksModel):
         return output
 
 
+class TiedBefore(BlocksModel):
+    """Weights of the last block are used before under reentrant checkpointing, whose gradients arrive last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        last: Any = self.blocks[2]
+        x = x.detach().requires_grad_()
+        x = checkpoint(lambda y: nn.functional.linear(y, last.up.weight)[:, : y.shape[1]], x, use_reentrant=True)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 class Penalized(BlocksModel):
     """The weights of blocks under reentrant checkpointing are also in the loss, whose gradient arrives first."""
 
@@ -98,7 +110,7 @@ class Freezing(BlocksModel):
                     parameter.requires_grad_(False)
 
 
-IN_PARTS = (Repeated, ReadBetween, Tied, Penalized, PenalizedLater)
+IN_PARTS = (Repeated, ReadBetween, Tied, Penalized, PenalizedLater, TiedBefore)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Sums of gradients on the owner's device have the bits of those in host memory."""
 
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -50,3 +51,15 @@ def test_bits_are_those_of_sums_in_host_memory(
         if chunk > flat.numel:
             assert norm == float(internals.foreach_norm([values])[0])
         assert norm == pytest.approx(float(values.double().norm()), rel=1e-6)
+
+
+def test_a_norm_of_parts_is_no_number_if_that_of_one_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is infinite in the other part."""
+    monkeypatch.setattr(peer_sums, "CHUNK", 7)
+    flat = FlatParameter("flat", [("weight", nn.Parameter(torch.zeros(14)))], FP32, torch.device("cpu"))
+    gradient = torch.ones(flat.numel)
+    gradient[0], gradient[13] = float("nan"), float("inf")
+    sums = PeerSums(make_copy_engine(torch.device("cpu")), flat.numel)
+    found = sums.write([Source(gradient.data_ptr(), FP32)], 1.0, torch.empty(flat.numel), flat.param_views)
+    sums.close()
+    assert math.isnan(found[0])
