@@ -151,7 +151,7 @@ class PeerMemory(Uncopied):
         turn = self._posted[number]
         return all(
             [
-                others.get(number) == turn or any([self._summed.get(one, 0) >= then for one, then in others.items()])
+                others.get(number, 0) >= turn or any([self._summed.get(one, 0) >= then for one, then in others.items()])
                 for others in self._waiting.values()
             ]
         )
