@@ -77,6 +77,12 @@ def wait_for_first(futures: "Iterable[Future[Result]]", work: str) -> None:
     _wait(first_of(futures), work)
 
 
+def wait_at_most(future: "Future[Any]", seconds: float, work: str) -> bool:
+    """Returns whether `future` is done within some seconds. A span names `work` meanwhile."""
+    with span(WAIT + work):
+        return future.wait(seconds)
+
+
 def _wait(future: "Future[Any]", work: str) -> None:
     global _stuck
     before: Counters = {}

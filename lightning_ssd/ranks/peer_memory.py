@@ -1,6 +1,7 @@
 """`PeerMemory`: memory of each rank's device that all ranks of the host read, without a copy in host memory."""
 
 import contextlib
+import logging
 import os
 import threading
 import weakref
@@ -15,10 +16,15 @@ from lightning_ssd.ranks.messages import RankMessages, Topic
 from lightning_ssd.ranks.ranks import Ranks
 from lightning_ssd.storage import SlotAllocator, align_up
 from lightning_ssd.uncopied import Uncopied
-from lightning_ssd.waits import wait_for
+from lightning_ssd.waits import wait_at_most
+
+log = logging.getLogger(__name__)
 
 _CHECKED = 64
 """Bytes that each rank reads of the others' memory when it is shared."""
+
+PATIENCE_SECONDS = 10.0
+"""Time without a change after which a rank does not wait for room any more."""
 
 
 class PeerMemory(Uncopied):
@@ -32,6 +38,10 @@ class PeerMemory(Uncopied):
     has not posted it: the caller copies the new gradient to host memory. Of ranks that wait for each other for ever,
     none has a gradient that all have posted, so that at least one of them goes on. A rank waits no more, or tells anew,
     when a gradient is summed that it has posted: all ranks learn of the sum.
+
+    A rank may also need this one before it can post: in a collective of its backward, such as that of `sync_batchnorm`,
+    which this rank has not reached in a backward with other branches. No message tells that. So a rank waits for
+    `PATIENCE_SECONDS` only, and until the next change no more.
 
     Threads: `acquire` and `post` are called on the training thread, or autograd's while that waits; `free` on the
     thread of sums or the thread `ranks`. `_lock` guards the fields below it; futures complete without it.
@@ -76,6 +86,8 @@ class PeerMemory(Uncopied):
         """Other ranks that wait, and what they have posted, as `_posted`. They wait until one of these is summed."""
         self._changed: Future[None] = Future()
         """Done when one of the fields above changes, or a rank fails."""
+        self._vain: Future[None] | None = None
+        """`_changed` when a wait has ended without a change. The thread of `acquire` alone uses it."""
         messages.listen(Topic.FULL, self._note_waiting)
         own = weakref.ref(self)  # `failed` would keep the memory
         messages.failed.add_done_callback(lambda _: None if (memory := own()) is None else memory._notify())
@@ -127,7 +139,7 @@ class PeerMemory(Uncopied):
     def acquire(self, number: int, nbytes: int) -> int | None:
         """Returns the offset of a slot for the gradient of a flat parameter, by its number, which was not posted.
 
-        None: there is no room, and waiting for some might never end; or a rank has failed.
+        None: there is no room, and waiting for some might never end, or has not ended; or a rank has failed.
         """
         told: dict[int, int] | None = None
         while True:
@@ -136,12 +148,21 @@ class PeerMemory(Uncopied):
                     self._held[number] = offset
                     return offset
                 posted, changed = dict(self._posted), self._changed
-                if self._messages.failed.done() or not any(map(self._is_awaited, self._held)):
+                vain = changed is self._vain or not any(map(self._is_awaited, self._held))
+                if self._messages.failed.done() or vain:
                     break
             if told != posted:
                 told = posted
                 self._messages.post(Topic.FULL, 0, 0, posted, self._messages.others)
-            wait_for(changed, "gradients of other ranks")
+            if not wait_at_most(changed, PATIENCE_SECONDS, "gradients of other ranks"):
+                if self._vain is None:
+                    log.warning(
+                        "this rank has waited %g s for gradients of other ranks, and copies its own to host memory. If "
+                        "all steps wait, because branches differ between ranks and backward has collectives, set "
+                        "NCCL_P2P_DISABLE=1",
+                        PATIENCE_SECONDS,
+                    )
+                self._vain = changed
         if told is not None:
             self._messages.post(Topic.FULL, 0, 0, None, self._messages.others)
         return None

@@ -75,6 +75,27 @@ def test_a_failed_rank_is_not_waited_for(two: list[RankMessages]) -> None:
     assert found == [None]
 
 
+def test_a_rank_waits_once_for_others_that_wait_for_it(
+    two: list[RankMessages], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 1 is in a collective of its backward, which rank 0 has not reached, and does not tell."""
+    waits: list[str] = []
+    monkeypatch.setattr(peer_memory, "wait_at_most", lambda changed, seconds, work: bool(waits.append(work)))
+    memory = make_memory(two[0], slots=1)
+    memory.acquire(0, PAGE)
+    memory.post(0, 1)
+    assert [memory.acquire(number, PAGE) for number in (1, 2)] == [None, None]
+    assert len(waits) == 1
+    assert "NCCL_P2P_DISABLE=1" in caplog.text
+    for number in (1, 2):
+        memory.post(number, 1)
+    memory.free(1, 1)
+    assert memory.acquire(3, PAGE) is None
+    assert len(waits) == 2
+    memory.free(0, 1)
+    assert memory.acquire(4, PAGE) is not None
+
+
 class Backwards:
     """Backwards of several ranks, each of which computes the gradients of all flat parameters in an order of its own.
 

@@ -23,6 +23,7 @@ from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.model_states import LazyTensor
 from lightning_ssd.model_states.placement import RankStates, rank_states
 from lightning_ssd.model_states.units import FlatParameter
+from lightning_ssd.ranks import peer_memory
 from tests.ranks.hand_over import torn_hand_overs
 from tests.support.measurements import measure_few_bytes
 from tests.support.meter import Meter, use
@@ -223,6 +224,27 @@ class OverflowsRead(Overflows, ReadsGradients):
     pass
 
 
+class Meets(Net):
+    """Each rank has blocks of its own, before whose input's gradient it waits for the other rank, in backward."""
+
+    def __init__(self, case: "Case") -> None:
+        super().__init__(case)
+        self.own = nn.ModuleList(Block() for _ in range(3 * dist.get_world_size()))
+
+    def forward(self, x: Tensor, index: int) -> Tensor:
+        x = self.blocks[0](x)
+        x.register_hook(_meet)
+        for block in self.own[3 * self.rank : 3 * self.rank + 3]:
+            x = block(x)
+        return self.head(x)
+
+
+def _meet(gradient: Tensor) -> Tensor:
+    total = gradient.clone()
+    dist.all_reduce(total)
+    return total
+
+
 class Manual(Net):
     """Steps after two backwards, by hand."""
 
@@ -311,6 +333,7 @@ CASES = {
     "branches": Case(route=lambda rank, index: [0, 1 + (rank + index) % 2], trainer={"gradient_clip_val": 0.05}),
     "other order": Case(route=lambda rank, index: [0, 1, 2] if rank else [2, 1, 0]),
     "reversed order": Case(route=lambda rank, index: [2, 1, 0]),
+    "branches with a collective in backward": Case(module=Meets),
     "unused on all ranks": Case(sgd, route=lambda rank, index: [0, 1]),
     "tied and frozen": Case(tied=True, frozen=True),
     "gradients are read": Case(module=ReadsGradients, trainer={"gradient_clip_val": 0.05}),
@@ -397,6 +420,8 @@ def train_by(strategy: pl.strategies.Strategy, case: Case) -> tuple[Net, dict[st
         patch.setattr(RankStates, "commit", observed)
         patch.setattr(RankStates, "release", counted)
         patch.setattr(rank_states, "LEAST_PEER_BYTES", 0)  # room for two gradients: ranks wait for each other's
+        if case.module is Meets:
+            patch.setattr(peer_memory, "PATIENCE_SECONDS", 0.0)
         if case.module in (RunsOut, MayRunOut):
             use(Meter(1e9, 10**6), patch)
         trainer.fit(module, loader, loader if case.module is Validates else None)
