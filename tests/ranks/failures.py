@@ -100,6 +100,17 @@ def write_on_one_rank(module: Net, index: int) -> None:
         module.layers[0].weight.data.zero_()
 
 
+def lose_a_step(module: Net, index: int) -> None:
+    """Rank 1 does not learn what the owners of flat parameters have written to SSDs."""
+
+    def fail(hashes: object) -> None:
+        raise ValueError("a lost message")
+
+    if dist.get_rank() == 1 and index == 2:
+        for store in module.trainer.strategy.model_states.steps._stores.values():
+            store.adopt_hashes = fail
+
+
 class Reversed(Net):
     """Uses its layers in another order than that of the model, in which owners sum gradients over hosts."""
 
@@ -236,6 +247,10 @@ CAUGHT: dict[str, tuple[Callable[[], None], str]] = {
         "'lr of parameter group 0 of optimizer 0: 0.01' on",
     ),
     "other clipping": (lambda: fit(OtherClipping()), "'gradient_clip_val: 0.1' on rank 0, 'gradient_clip_val: 0.2' on"),
+    "values that another rank has written": (
+        lambda: fit(Net(lose_a_step), states="ssd"),
+        "a lost message",
+    ),
     "backward of a tensor": (lambda: fit(OwnBackward()), "Call `self.manual_backward"),
     "new parameter group": (lambda: fit(NewGroup()), "parameter groups of an optimizer were changed during training"),
 }

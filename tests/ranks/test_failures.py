@@ -27,6 +27,11 @@ def test_ranks_raise_an_error_with_its_cause(name: str) -> None:
         assert found is not None and re.search(CAUGHT[name][1], found[0]), output
 
 
+def test_values_that_another_rank_has_written_are_no_corruption() -> None:
+    for output in caught():
+        assert "corrupts data" not in output
+
+
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ENDS)
 def test_the_end_of_a_rank_ends_the_other_with_its_cause(name: str) -> None:

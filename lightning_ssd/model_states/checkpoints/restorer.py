@@ -75,7 +75,7 @@ class ModelRestorer:
                 store.drain()
             except Exception as error:  # the last step failed; the weights are those before it
                 self._failed[flat] = error
-            if (unread := store.restore_to_cpu(private.get(flat))) is not None:
+            if (unread := store.restore_to_cpu(private.get(flat), self._failed.get(flat))) is not None:
                 shutdown.add(unread)
                 lost.append(flat.name)
             if hand_over:

@@ -305,11 +305,14 @@ class StateStore:
         self.buffers.adopt(version)
         self.flat.adopt()
 
-    def restore_to_cpu(self, private: Callable[[Tensor], Tensor | None] | None = None) -> Exception | None:
+    def restore_to_cpu(
+        self, private: Callable[[Tensor], Tensor | None] | None = None, failed: Exception | None = None
+    ) -> Exception | None:
         """Makes the parameters whole on the CPU, in their own dtype, if they are views of the flat.
 
         Args:
             private: maps values that no rank writes any more, in place of copies; see `RankMemory.private`.
+            failed: the error of the last step, whose values another rank may have written without this one's knowledge.
 
         Returns:
             The error that their values could not be read for, so that they are NaN; None if they were read.
@@ -320,10 +323,11 @@ class StateStore:
         try:
             staged = self._staged_now()
         except Exception as error:
-            log.error("the weights of %s are lost, and are NaN now: %s", self.flat.name, error)
+            cause = failed or error
+            log.error("the weights of %s are lost, and are NaN now: %s", self.flat.name, cause)
             for item in self.flat.param_views:
                 item.parameter.data = torch.full(item.parameter.shape, float("nan"), dtype=item.dtype)
-            return error
+            return cause
         masters = staged.masters()
         for index, item in enumerate(self.flat.param_views):
             memory = self.flat.memory(index)
