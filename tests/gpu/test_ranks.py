@@ -26,4 +26,5 @@ def test_the_end_of_a_rank_ends_the_other_with_its_cause(name: str, monkeypatch:
     _, rank, error = ENDS[name]
     status, output = launch("failures.py", arguments=[name])[rank]
     assert status != 0
-    assert re.search(error, output), output
+    # NCCL's collectives can be aborted, so that the training thread may raise the error; gloo's end with the process.
+    assert re.search(error.removeprefix("lightning_ssd: "), output), output
