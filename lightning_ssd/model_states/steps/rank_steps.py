@@ -45,7 +45,7 @@ from typing import Any
 
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_ssd.device import CopyEngine, Worker
 from lightning_ssd.futures import Future, all_of, finished, then
@@ -56,7 +56,7 @@ from lightning_ssd.model_states.steps.host_sums import HostSums
 from lightning_ssd.model_states.steps.peer_sums import PeerSums, Source
 from lightning_ssd.model_states.stores import StagedState, StateStore
 from lightning_ssd.model_states.units import FlatParameter, ParamView
-from lightning_ssd.ranks import RankError, Topic
+from lightning_ssd.ranks import PeerMemory, RankError, Topic
 from lightning_ssd.storage import Hashes
 from lightning_ssd.waits import wait_for, wait_for_all
 
@@ -94,6 +94,29 @@ class _Sum:
     finite: bool
 
 
+@dataclass(frozen=True)
+class _Turn:
+    """A sum of the gradients of one flat parameter, which this rank takes part in.
+
+    Attributes:
+        flat: the flat parameter.
+        number, turn: those of its messages.
+        begun: what the ranks have told the owner, as the result of `RankSteps._begin`.
+        options: options of the step that follows; None: ranks copy the mean before.
+        norms: receives norms of the mean; None: they are not needed.
+        peers: where complete gradients may be, in which this rank's has the slot at `slot`; None: in host memory alone.
+    """
+
+    flat: FlatParameter
+    number: int
+    turn: int
+    begun: "Future[dict[int, _Ready]]"
+    options: Options | None
+    norms: dict[nn.Parameter, Tensor] | None
+    peers: PeerMemory | None
+    slot: int | None
+
+
 class RankSteps:
     """Sums the gradients of flat parameters over ranks, and passes on which steps their owners have made.
 
@@ -124,6 +147,7 @@ class RankSteps:
     ) -> None:
         self._states = states
         self._messages = states.ranks.messages
+        self._share = 1.0 / states.ranks.world_size
         self._stores = stores
         self._flat_optimizers = flat_optimizers
         self._gradients = gradients
@@ -203,7 +227,7 @@ class RankSteps:
         options: Options | None,
         priority: int,
         slot: int | None = None,
-    ) -> "Future[None]":
+    ) -> "Future[Any]":
         """Passes this rank's gradient of `flat`, or none, to the owner's next step. The weights were evicted.
 
         Args:
@@ -218,99 +242,117 @@ class RankSteps:
         Returns:
             A future that is done when the owner has all gradients, `Gradient.mean`, and norms of the mean are known.
         """
-        gradient, messages, owner = self._gradients[flat], self._messages, self._states.owners[flat]
+        gradient, messages = self._gradients[flat], self._messages
         norms = None if options is None else self._gradients.norms.to_sum(flat)
-        share = 1.0 / self._states.ranks.world_size
 
         def describe() -> _Ready:
             has_grad = tuple(gradient.has_accum if arrived is None else arrived)
             return _Ready(_show(options), has_grad, arrived is None, slot)
 
         begun = self._begin(flat, on_host, describe)
-        number, turn = self._key(flat)
-        key = Topic.SUM, number, turn
-
-        def keep(found: _Sum) -> None:
-            self._sums[flat] = found
-            if norms is not None:
-                norms.clear()
-                for item, value in zip(_present(flat, found.has_grad), found.norms, strict=True):
-                    norms[item.parameter] = torch.tensor(value, dtype=torch.float32)
-
-        peers = self._states.peers if options is not None else None
+        peers = None if options is None else self._states.peers
+        turn = _Turn(flat, *self._key(flat), begun, options, norms, peers, slot)
         if peers is not None:
-            peers.post(number, turn)
-
-        def free(_: object = None) -> "Future[None]":  # on the thread `ranks`, of the owner `sums`
-            if peers is not None:
-                peers.free(number, turn)
-                if slot is None:
-                    gradient.committed = False
-                    self._states.release(flat)
-            return finished(None)
-
-        def note(contents: Mapping[int, _Sum]) -> "Future[_Sum]":  # on the thread `ranks`
-            gradient.end_step()
-            keep(contents[owner])
-            return finished(contents[owner])
-
-        if not self.owns(flat):
-            summed: Future[dict[int, _Sum]] = messages.collect(*key, [owner])
-            on_hosts = peers is not None and self._hosts is not None
-            read: Future[Any] = messages.collect(Topic.READ, number, turn, [owner]) if on_hosts else summed
-            freed = then(begun, lambda _: then(read, free))
-            gradient.summed = then(freed, lambda _: then(summed, note))
-            gradient.summed.add_done_callback(messages.fail_with)
-            return gradient.summed
-
-        def compute() -> None:  # on the worker's thread
-            contents = begun.result()
-            self._note_present(flat, contents)
-            sources = [self._host_gradient(flat, rank, contents[rank]) for rank in range(messages.size)]
-            gradient.mean = RankMean(sources, share)
-            if self._hosts is not None or options is None:  # whose sum, or copies, need memory
-                gradient.mean.write(gradient.accumulated())
-                gradient.mean = RankMean([gradient.accumulated()], 1.0)
-            if self._hosts is None:
-                tell()
-
-        def compute_on(sums: PeerSums) -> None:  # on the thread `sums`
-            contents = begun.result()
-            self._note_present(flat, contents)
-            sources = [self._source(flat, rank, contents[rank]) for rank in range(messages.size)]
-            mean = gradient.accumulated()
-            measured = _present(flat, gradient.has_accum) if norms is not None and self._hosts is None else []
-            values = sums.write(sources, share, mean, measured)
-            gradient.mean = RankMean([mean], 1.0)
-            free()
-            if self._hosts is None:
-                tell(values)
-            else:  # whose sums are in another order: other ranks would wait for room until they compute later gradients
-                messages.post(Topic.READ, number, turn, None, messages.others)
-
-        def tell(values: Sequence[float] | None = None) -> "Future[None]":  # on the same, or on that of sums over hosts
-            mean, finite = gradient.mean, True
-            assert mean is not None
-            if norms is not None:
-                spans = [slice(item.start, item.start + item.numel) for item in _present(flat, gradient.has_accum)]
-                values = [float(mean.norm(span)) for span in spans] if values is None else values
-                # A norm of finite gradients may be infinite.
-                finite = all(isfinite(norm) or mean.is_finite(span) for norm, span in zip(values, spans, strict=True))
-            found = _Sum(gradient.has_accum, values or (), finite)
-            keep(found)
-            messages.post(*key, found, messages.others)
-            return finished(None)
-
-        last = self._stores[flat].stepped  # which uses the last mean, or writes weights
-        if self._peer_sums is not None and peers is not None:
-            gradient.summed = self._peer_sums.submit(partial(compute_on, self._peer_sums), [begun, last])
-        else:
-            gradient.summed = self._worker.submit(compute, [begun, last], priority=priority)
-        if self._hosts is not None:
-            alike = self._written.pop(flat, 0), _show(options)
-            gradient.summed = then(self._hosts.submit(flat, gradient, alike, gradient.summed), lambda _: tell())
+            peers.post(turn.number, turn.turn)
+        gradient.summed = self._submit_sum(turn, priority) if self.owns(flat) else self._follow_sum(turn)
         gradient.summed.add_done_callback(messages.fail_with)
         return gradient.summed
+
+    def _submit_sum(self, turn: _Turn, priority: int) -> "Future[None]":
+        """Submits the sum of a flat parameter's gradients, which this rank owns."""
+        after = [turn.begun, self._stores[turn.flat].stepped]  # which uses the last mean, or writes weights
+        if self._peer_sums is not None and turn.peers is not None:
+            summed = self._peer_sums.submit(partial(self._sum_on_device, turn, self._peer_sums), after)
+        else:
+            summed = self._worker.submit(partial(self._sum_on_host, turn), after, priority=priority)
+        if self._hosts is None:
+            return summed
+
+        def tell(_: None) -> "Future[None]":  # on the thread `hosts`
+            self._tell(turn)
+            return finished(None)
+
+        alike = self._written.pop(turn.flat, 0), _show(turn.options)
+        return then(self._hosts.submit(turn.flat, self._gradients[turn.flat], alike, summed), tell)
+
+    def _follow_sum(self, turn: _Turn) -> "Future[_Sum]":
+        """Returns a future of a sum that another rank makes."""
+        messages, owner = self._messages, self._states.owners[turn.flat]
+        summed: Future[dict[int, _Sum]] = messages.collect(Topic.SUM, turn.number, turn.turn, [owner])
+        read: Future[Any] = summed
+        if turn.peers is not None and self._hosts is not None:
+            read = messages.collect(Topic.READ, turn.number, turn.turn, [owner])
+
+        def free(_: object) -> "Future[None]":  # on the thread `ranks`
+            self._free(turn)
+            return finished(None)
+
+        def note(contents: Mapping[int, _Sum]) -> "Future[_Sum]":  # on the same
+            self._gradients[turn.flat].end_step()
+            self._keep(turn, contents[owner])
+            return finished(contents[owner])
+
+        freed = then(turn.begun, lambda _: then(read, free))
+        return then(freed, lambda _: then(summed, note))
+
+    def _sum_on_host(self, turn: _Turn) -> None:
+        """Has steps, or the copies of ranks, use the mean of gradients in host memory. On the worker's thread."""
+        gradient, contents = self._gradients[turn.flat], turn.begun.result()
+        self._note_present(turn.flat, contents)
+        sources = [self._host_gradient(turn.flat, rank, contents[rank]) for rank in range(self._messages.size)]
+        gradient.mean = RankMean(sources, self._share)
+        if self._hosts is not None or turn.options is None:  # whose sum, or copies, need memory
+            gradient.mean.write(gradient.accumulated())
+            gradient.mean = RankMean([gradient.accumulated()], 1.0)
+        if self._hosts is None:
+            self._tell(turn)
+
+    def _sum_on_device(self, turn: _Turn, sums: PeerSums) -> None:
+        """Has the device write the mean of gradients to host memory. On the thread `sums`."""
+        gradient, contents, alone = self._gradients[turn.flat], turn.begun.result(), self._hosts is None
+        self._note_present(turn.flat, contents)
+        sources = [self._source(turn.flat, rank, contents[rank]) for rank in range(self._messages.size)]
+        measured = _present(turn.flat, gradient.has_accum) if turn.norms is not None and alone else []
+        norms = sums.write(sources, self._share, gradient.accumulated(), measured)
+        gradient.mean = RankMean([gradient.accumulated()], 1.0)
+        self._free(turn)
+        if alone:
+            self._tell(turn, norms)
+        else:  # whose sums are in another order: other ranks would wait for room until they compute later gradients
+            self._messages.post(Topic.READ, turn.number, turn.turn, None, self._messages.others)
+
+    def _tell(self, turn: _Turn, norms: Sequence[float] | None = None) -> None:
+        """Tells other ranks of the mean. On the thread that has made it, or that of sums over hosts.
+
+        `norms` are those of its parameters; None: they are measured here, if they are needed.
+        """
+        gradient, finite = self._gradients[turn.flat], True
+        mean = gradient.mean
+        assert mean is not None
+        if turn.norms is not None:
+            spans = [slice(item.start, item.start + item.numel) for item in _present(turn.flat, gradient.has_accum)]
+            norms = [float(mean.norm(span)) for span in spans] if norms is None else norms
+            # A norm of finite gradients may be infinite.
+            finite = all(isfinite(norm) or mean.is_finite(span) for norm, span in zip(norms, spans, strict=True))
+        found = _Sum(gradient.has_accum, norms or (), finite)
+        self._keep(turn, found)
+        self._messages.post(Topic.SUM, turn.number, turn.turn, found, self._messages.others)
+
+    def _keep(self, turn: _Turn, found: _Sum) -> None:
+        """Keeps what the owner has told of the mean."""
+        self._sums[turn.flat] = found
+        if turn.norms is not None:
+            turn.norms.clear()
+            for item, value in zip(_present(turn.flat, found.has_grad), found.norms, strict=True):
+                turn.norms[item.parameter] = torch.tensor(value, dtype=torch.float32)
+
+    def _free(self, turn: _Turn) -> None:
+        """Frees the memory of this rank's gradient, which the owner's device has read."""
+        if turn.peers is not None:
+            turn.peers.free(turn.number, turn.turn)
+            if turn.slot is None:
+                self._gradients[turn.flat].committed = False
+                self._states.release(turn.flat)
 
     def reduce(self) -> None:
         """Makes the gradients of all flat parameters, of all micro-batches, their mean over ranks, on all ranks.
