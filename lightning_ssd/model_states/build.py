@@ -133,6 +133,9 @@ def make_model_states(
             connected.check_agreement(describe_training(module, optimizers, flat_params, setup))
             layouts = [item.layout for item in specs]
             peers = share_peer_memory(connected, layouts, copies) if setup.sums_on_device else None
+            log.info(
+                "gradients are averaged %s", "in host memory" if peers is None else "on the devices of their owners"
+            )
             ranks = RankStates(connected, layouts, pin=device.type == "cuda", peers=peers)
             undo.callback(ranks.close_peers)
         tiers = None if plan_tiers is None else _tiers_of_flats(plan_tiers, of_units, setup)
