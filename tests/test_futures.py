@@ -116,8 +116,8 @@ def test_the_first_of_several_futures_ends_a_wait_and_later_ones_change_nothing(
 
 
 @pytest.fixture
-def switching() -> Iterator[None]:
-    """Threads may switch after each bytecode of futures: Python does it after calls only, and a tracer is one."""
+def switching() -> Iterator[Callable[[], None]]:
+    """A call has this thread switch after any bytecode of futures: Python does it after calls only; a tracer is one."""
 
     def trace(frame: FrameType, event: str, arg: object) -> Any:
         if frame.f_code.co_filename != futures_file:
@@ -127,18 +127,19 @@ def switching() -> Iterator[None]:
             os.stat("/")  # a call without Python's lock
         return trace
 
-    random = Random(0)
-    before = sys.getswitchinterval(), threading.gettrace()
+    def begin() -> None:
+        with one_at_a_time:  # Python refuses a second tracer while one is installed
+            sys.settrace(trace)
+
+    random, one_at_a_time = Random(0), threading.Lock()
+    before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
-    threading.settrace(trace)
-    yield
-    sys.setswitchinterval(before[0])
-    threading.settrace(before[1])  # type: ignore[arg-type]
+    yield begin
+    sys.setswitchinterval(before)
 
 
-@pytest.mark.usefixtures("switching")
 @pytest.mark.parametrize("seed", range(10))
-def test_each_future_ends_once_for_every_callback_and_waiting_thread(seed: int) -> None:
+def test_each_future_ends_once_for_every_callback_and_waiting_thread(seed: int, switching: Callable[[], None]) -> None:
     """Threads complete, cancel, begin, chain, combine and wait for the same futures, each in an order of its own."""
     futures = [Future[int]() for _ in range(25)]
     calls: list[list[int]] = [[] for _ in futures]
@@ -167,6 +168,7 @@ def test_each_future_ends_once_for_every_callback_and_waiting_thread(seed: int) 
 
     def run(number: int, work: Callable[[Random, str], None], how: str) -> None:
         random = Random(f"{seed} {number}")
+        switching()
         begin.wait(60)
         work(random, how)
 
