@@ -32,22 +32,23 @@ class PeerMemory(Uncopied):
 
     On a CUDA device, other ranks' memory is read by copies between devices. On a CPU it is shared host memory.
 
-    A rank without room for another gradient waits until one of its own is summed, which needs those of all ranks. Other
-    ranks may wait, too, and in models with branches for one that this rank has not computed. So a rank tells the others
-    that it waits, and what it has posted. It waits no more if each of its gradients needs one of a rank that waits and
-    has not posted it: the caller copies the new gradient to host memory. Of ranks that wait for each other for ever,
-    none has a gradient that all have posted, so that at least one of them goes on. A rank waits no more, or tells anew,
-    when a gradient is summed that it has posted: all ranks learn of the sum.
+    A rank that has no room for another gradient waits until one of its slots is free: when all ranks have posted that
+    slot's gradient, and the owner has summed it. If branches of the model differ between ranks, two of them might wait
+    for each other. So a rank that begins to wait sends the others a list of the gradients that it has posted
+    (`Topic.FULL`), and sends a new list when one of these is summed. It stops waiting, and its caller copies the
+    gradient to host memory, if none of its slots can become free: each of their gradients is missing from the list of
+    another rank that waits. If all ranks waited, and none stopped, one slot's gradient would be in all lists. That one
+    is summed, so that a rank goes on.
 
-    A rank may also need this one before it can post: in a collective of its backward, such as that of `sync_batchnorm`,
-    which this rank has not reached in a backward with other branches. No message tells that. So a rank waits for
-    `PATIENCE_SECONDS` only, and until the next change no more.
+    A rank may also be in a collective of its backward, such as that of `sync_batchnorm`, which this rank reaches later.
+    No message tells that. So a rank stops waiting when nothing has changed for `PATIENCE_SECONDS`, and does not begin
+    again before something does.
 
     Threads: `acquire` and `post` are called on the training thread, or autograd's while that waits; `free` on the
     thread of sums or the thread `ranks`. `_lock` guards the fields below it; futures complete without it.
 
-    Ownership: a slot belongs to its rank until that posts the slot's offset to the owner of the flat parameter. From
-    then on both may read it, until the owner's message that it has summed the gradients, with which this rank frees it.
+    Ownership: a slot belongs to its rank until the rank posts the slot's offset to the owner of the flat parameter.
+    From then on both may read it. The rank frees it at the owner's message that the gradients are summed.
 
     Args:
         messages: messages of this rank.
@@ -137,9 +138,14 @@ class PeerMemory(Uncopied):
         return None
 
     def acquire(self, number: int, nbytes: int) -> int | None:
-        """Returns the offset of a slot for the gradient of a flat parameter, by its number, which was not posted.
+        """Allocates a slot for a gradient, for which it may wait.
 
-        None: there is no room, and waiting for some might never end, or has not ended; or a rank has failed.
+        Args:
+            number: number of the flat parameter, whose gradient of this turn was not posted.
+            nbytes: bytes of the slot.
+
+        Returns:
+            The slot's offset; None: there is no room, and waiting for it might never end; or a rank has failed.
         """
         told: dict[int, int] | None = None
         while True:

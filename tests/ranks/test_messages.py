@@ -16,6 +16,7 @@ import pytest
 from lightning_ssd import waits
 from lightning_ssd.futures import Future
 from lightning_ssd.ranks import RankError, RankMessages, Ranks, Topic
+from tests.support.ranks import connect
 
 
 class Unreadable:
@@ -52,10 +53,7 @@ def assert_ends(ranks: list[RankMessages], *calls: Callable[[], None]) -> None:
 @pytest.fixture
 def three() -> Iterator[list[RankMessages]]:
     """Messages of three ranks."""
-    pipes: list[dict[int, Connection]] = [{}, {}, {}]
-    for low, high in ((0, 1), (0, 2), (1, 2)):
-        pipes[low][high], pipes[high][low] = Pipe()
-    ranks = [RankMessages(rank, connections) for rank, connections in enumerate(pipes)]
+    ranks = connect(3)
     yield ranks
     for one in ranks:
         one.close()

@@ -1,12 +1,10 @@
-"""Device memory that ranks share, which are threads of one process here: who waits for room, and who does not."""
+"""Memory of devices that ranks share: when a rank waits for room there. The ranks are threads of one process."""
 
 import contextlib
 import os
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
@@ -18,16 +16,9 @@ from hypothesis import strategies as st
 from lightning_ssd.device import CPUCopyEngine, make_copy_engine
 from lightning_ssd.ranks import PeerMemory, RankError, RankMemory, RankMessages, Ranks, Topic, peer_memory
 from lightning_ssd.ranks.rank_memory import make_files
+from tests.support.ranks import connect
 
 PAGE = 4096
-
-
-def connect(size: int) -> list[RankMessages]:
-    pipes: list[dict[int, Connection]] = [{} for _ in range(size)]
-    for low in range(size):
-        for high in range(low + 1, size):
-            pipes[low][high], pipes[high][low] = Pipe()
-    return [RankMessages(rank, connections) for rank, connections in enumerate(pipes)]
 
 
 def make_memory(messages: RankMessages, slots: int) -> PeerMemory:

@@ -100,16 +100,16 @@ class _Turn:
 
     Attributes:
         flat: the flat parameter.
-        number, turn: those of its messages.
+        key: number and turn of its messages.
         begun: what the ranks have told the owner, as the result of `RankSteps._begin`.
         options: options of the step that follows; None: ranks copy the mean before.
         norms: receives norms of the mean; None: they are not needed.
-        peers: where complete gradients may be, in which this rank's has the slot at `slot`; None: in host memory alone.
+        peers: device memory for complete gradients; None: all gradients are in host memory.
+        slot: offset of this rank's gradient in `peers`; None: it is in host memory, or there is none.
     """
 
     flat: FlatParameter
-    number: int
-    turn: int
+    key: tuple[int, int]
     begun: "Future[dict[int, _Ready]]"
     options: Options | None
     norms: dict[nn.Parameter, Tensor] | None
@@ -120,8 +120,7 @@ class _Turn:
 class RankSteps:
     """Sums the gradients of flat parameters over ranks, and passes on which steps their owners have made.
 
-    Threads: methods run on the training thread, or on autograd's while that waits; `_host_gradient` on the worker's
-    thread, or the thread `sums`.
+    Threads: methods run on the training thread, or on autograd's while that waits, unless they name another thread.
     Futures of messages complete on the thread `ranks`, which runs their callbacks: these compare messages, count steps
     and post messages, and wait for nothing.
 
@@ -251,9 +250,9 @@ class RankSteps:
 
         begun = self._begin(flat, on_host, describe)
         peers = None if options is None else self._states.peers
-        turn = _Turn(flat, *self._key(flat), begun, options, norms, peers, slot)
+        turn = _Turn(flat, self._key(flat), begun, options, norms, peers, slot)
         if peers is not None:
-            peers.post(turn.number, turn.turn)
+            peers.post(*turn.key)
         gradient.summed = self._submit_sum(turn, priority) if self.owns(flat) else self._follow_sum(turn)
         gradient.summed.add_done_callback(messages.fail_with)
         return gradient.summed
@@ -278,10 +277,10 @@ class RankSteps:
     def _follow_sum(self, turn: _Turn) -> "Future[_Sum]":
         """Returns a future of a sum that another rank makes."""
         messages, owner = self._messages, self._states.owners[turn.flat]
-        summed: Future[dict[int, _Sum]] = messages.collect(Topic.SUM, turn.number, turn.turn, [owner])
+        summed: Future[dict[int, _Sum]] = messages.collect(Topic.SUM, *turn.key, [owner])
         read: Future[Any] = summed
         if turn.peers is not None and self._hosts is not None:
-            read = messages.collect(Topic.READ, turn.number, turn.turn, [owner])
+            read = messages.collect(Topic.READ, *turn.key, [owner])
 
         def free(_: object) -> "Future[None]":  # on the thread `ranks`
             self._free(turn)
@@ -319,7 +318,7 @@ class RankSteps:
         if alone:
             self._tell(turn, norms)
         else:  # whose sums are in another order: other ranks would wait for room until they compute later gradients
-            self._messages.post(Topic.READ, turn.number, turn.turn, None, self._messages.others)
+            self._messages.post(Topic.READ, *turn.key, None, self._messages.others)
 
     def _tell(self, turn: _Turn, norms: Sequence[float] | None = None) -> None:
         """Tells other ranks of the mean. On the thread that has made it, or that of sums over hosts.
@@ -336,10 +335,10 @@ class RankSteps:
             finite = all(isfinite(norm) or mean.is_finite(span) for norm, span in zip(norms, spans, strict=True))
         found = _Sum(gradient.has_accum, norms or (), finite)
         self._keep(turn, found)
-        self._messages.post(Topic.SUM, turn.number, turn.turn, found, self._messages.others)
+        self._messages.post(Topic.SUM, *turn.key, found, self._messages.others)
 
     def _keep(self, turn: _Turn, found: _Sum) -> None:
-        """Keeps what the owner has told of the mean."""
+        """Stores the owner's message about the mean. On the thread that has made the mean, or `ranks`."""
         self._sums[turn.flat] = found
         if turn.norms is not None:
             turn.norms.clear()
@@ -347,9 +346,9 @@ class RankSteps:
                 turn.norms[item.parameter] = torch.tensor(value, dtype=torch.float32)
 
     def _free(self, turn: _Turn) -> None:
-        """Frees the memory of this rank's gradient, which the owner's device has read."""
+        """Frees the memory of this rank's gradient, which the owner's device has read. On thread `sums` or `ranks`."""
         if turn.peers is not None:
-            turn.peers.free(turn.number, turn.turn)
+            turn.peers.free(*turn.key)
             if turn.slot is None:
                 self._gradients[turn.flat].committed = False
                 self._states.release(turn.flat)
@@ -388,12 +387,12 @@ class RankSteps:
         return self._begin(flat, finished(None), lambda: _Ready(_show(options)))
 
     def _note_present(self, flat: FlatParameter, contents: Mapping[int, _Ready]) -> None:
-        """Notes which parameters have a gradient on any rank."""
+        """Notes which parameters have a gradient on any rank. On the thread that sums them."""
         flags = zip(*[one.has_grad for one in contents.values()], strict=True)
         self._gradients[flat].has_accum = [any(of_index) for of_index in flags]
 
     def _host_gradient(self, flat: FlatParameter, rank: int, content: _Ready) -> Tensor:
-        """Returns a rank's gradients in host memory, which belong to this rank.
+        """Returns a rank's gradients in host memory, which belong to this rank. On the thread that sums them.
 
         Parameters without a gradient on that rank alone get zeros there, as in torch's DDP.
         """
@@ -405,7 +404,7 @@ class RankSteps:
         return source
 
     def _source(self, flat: FlatParameter, rank: int, content: _Ready) -> Source | None:
-        """Returns where the device reads a rank's gradients; None: there are none."""
+        """Returns the address from which the device reads a rank's gradients; None: there are none."""
         if not any(content.has_grad):
             return None
         if content.slot is not None and self._states.peers is not None:
