@@ -25,6 +25,8 @@ replacement ("at import" below). There are three groups:
   evicted weights are not protected from reads in C++ |
 | `set_allocator` | `torch._C._accelerator_setAllocatorSettings`, after torch 2.8 |
   `torch.cuda.memory._set_allocator_settings` |
+| `jit_kernel` | `torch.cuda.jiterator._create_multi_output_jit_fn` | RuntimeError: optimizer states stay in host
+  memory |
 | `raw_stream` | `torch._C._cuda_getCurrentRawStream` | `torch.cuda.current_stream` |
 | `assignment_queries` (at import) | `torch._has_compatible_shallow_copy_type` | `Module.to` reads values |
 | `has_stance` | `torch._dynamo.eval_frame._stance` | True: no code is compiled a second time |
@@ -343,6 +345,28 @@ def set_allocator(settings: str) -> None:
     # Versions that have the first name deprecate the second one.
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     (torch.cuda.memory._set_allocator_settings if change is None else change)(settings)
+
+
+JitKernel = Callable[..., tuple[Tensor, ...]]
+"""A kernel of `jit_kernel`: called with tensors of one shape, and with its numbers by name."""
+
+
+def jit_kernel(code: str, outputs: int, numbers: Iterable[str]) -> JitKernel:
+    """Returns a CUDA kernel that computes tensors element by element, compiled at its first call.
+
+    Args:
+        code: a function template of C++; its parameters are tensors, numbers, and the outputs by reference.
+        outputs: number of outputs.
+        numbers: names of the numbers.
+
+    Raises:
+        RuntimeError: this version of torch makes none.
+    """
+    make = getattr(getattr(torch.cuda, "jiterator", None), "_create_multi_output_jit_fn", None)
+    if make is None:
+        raise RuntimeError("this version of torch has no jiterator")
+    kernel: JitKernel = make(code, outputs, **dict.fromkeys(numbers, 0.0))
+    return kernel
 
 
 def raw_stream(device: int) -> int:

@@ -41,6 +41,7 @@ from lightning_ssd.autoplan.plan_maker import PlanOptions
 from lightning_ssd.autoplan.protocol import Training
 from lightning_ssd.autoplan.recompilation import Recompilation
 from lightning_ssd.autoplan.unplanned_checkpoints import UnplannedCheckpoints
+from lightning_ssd.device import FRAGMENTS
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.uncopied import Uncopied
 
@@ -123,6 +124,8 @@ class AutoPlan(Uncopied):
         """Micro-batches under each rule that had enough memory, since one ran out of it."""
         self._ran_out = False
         """Whether a micro-batch of the present step has run out of memory."""
+        self._most_allocated = 0
+        """The most bytes that were allocated, without those that are lent."""
         offloader = self._training.offloader
         # An earlier training may have had the same offloader: Lightning's Tuner trains several times.
         placement = make_auto_placement(tuple(offloader.tiers), offloader.device)
@@ -146,6 +149,13 @@ class AutoPlan(Uncopied):
     def may_run_out(self) -> bool:
         """Whether the present micro-batch may run out of memory, so that it has to be able to run again."""
         return self._known is not None and self._proven[self._rule] < PROVEN
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes of the device that the present micro-batch and its step do not need, as far as is known."""
+        if self._known is None or self.may_run_out:
+            return 0
+        return max(0, int(self._known.limit.meter.limit()) - self._most_allocated - FRAGMENTS)
 
     @property
     def begins_rule(self) -> bool:
@@ -222,6 +232,7 @@ class AutoPlan(Uncopied):
             self._end_backward()
         self._restore()
         self._proven[self._rule] += 1
+        self._most_allocated = max(self._most_allocated, known.limit.meter.peak())
         if self._limited:
             known.end(self._shape, self._trained)
         if self.cycle is not None:

@@ -72,6 +72,10 @@ class MicroBatchPlanner(Protocol):
         """Whether the micro-batch may run out of memory, so that it has to be able to run again."""
 
     @property
+    def spare_bytes(self) -> int:
+        """Bytes of the device that the micro-batch and its step do not need; 0 while it may run out of memory."""
+
+    @property
     def begins_rule(self) -> bool:
         """Whether it is one of the very first under its rule: most micro-batches that run out of memory are."""
 

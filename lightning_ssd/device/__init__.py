@@ -13,9 +13,11 @@ from lightning_ssd.device.cores import available_cores, kernel_threads, share_co
 from lightning_ssd.device.cuda_events import Mark
 from lightning_ssd.device.empty_storage import allow_access, refuse_access
 from lightning_ssd.device.memory import (
+    FRAGMENTS,
     CUDAMemory,
     allocator_memory,
     available_memory,
+    lend,
     process_gpu_memory,
     process_ram,
     trim_heap,

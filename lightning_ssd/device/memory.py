@@ -2,7 +2,10 @@
 
 import contextlib
 import ctypes
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -100,15 +103,33 @@ def _memory_fraction(device: torch.device) -> float:
 
 
 def allocator_memory(device: torch.device) -> "CUDAMemory | None":
-    """Returns the state of the allocator of `device`; None: a CPU, whose memory is the host's, has no limit."""
-    return CUDAMemory(device) if device.type == "cuda" else None
+    """Returns the state of the allocator of `device`, without lent bytes; None: a CPU, whose memory has no limit."""
+    return CUDAMemory(device, lent=_lent) if device.type == "cuda" else None
+
+
+_lent: Counter[torch.device] = Counter()
+"""Bytes of each device that are lent."""
+
+
+def lend(device: torch.device, nbytes: int) -> None:
+    """Adds `nbytes` to the bytes that are lent: in use until a training might need them.
+
+    One thread calls. Any may read, a moment before or after the allocator's statistics change.
+    """
+    _lent[device] += nbytes
 
 
 class CUDAMemory:
-    """The state of torch's allocator on a CUDA device, in bytes. Nothing else in the package reads or resets peaks."""
+    """The state of torch's allocator on a CUDA device, in bytes. Nothing else in the package reads or resets peaks.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: the device.
+        lent: bytes by device that are not counted as allocated.
+    """
+
+    def __init__(self, device: torch.device, *, lent: Mapping[torch.device, int] = MappingProxyType({})) -> None:
         self._device = device
+        self._lent = lent
         self._limit = usable_gpu_memory(device)  # asks the driver, which takes longer than the allocator
 
     def limit(self) -> float:
@@ -117,15 +138,15 @@ class CUDAMemory:
 
     def allocated(self) -> int:
         """Returns the bytes that are allocated now."""
-        return self._read("allocated_bytes", "current")
+        return self._read("allocated_bytes", "current") - self._lent.get(self._device, 0)
 
     def reserved(self) -> int:
         """Returns the bytes that the allocator holds now, for tensors and cached."""
         return self._read("reserved_bytes", "current")
 
     def peak(self) -> int:
-        """Returns the peak of allocated bytes since the last `reset_peak`."""
-        return self._read("allocated_bytes", "peak")
+        """Returns the peak of allocated bytes since the last `reset_peak`, without those that are lent now."""
+        return self._read("allocated_bytes", "peak") - self._lent.get(self._device, 0)
 
     def reset_peak(self) -> None:
         """Resets the peak to the bytes that are allocated now."""

@@ -611,6 +611,14 @@ class ModelStates(Uncopied):
         self._prefetcher.check(flat)
         self._changed = True
 
+    def use_device(self, nbytes: int) -> None:
+        """Uses memory of the device that nothing else needs for optimizer states, until a call with fewer bytes.
+
+        Only states of several ranks use it. Called between two micro-batches.
+        """
+        if self._rank_steps is not None and self._rank_steps.device_states is not None:
+            self._rank_steps.device_states.use(nbytes)
+
     # ---- counters and sizes ----
 
     @property
@@ -669,6 +677,8 @@ class ModelStates(Uncopied):
         if failure is None:
             shutdown.run(self._staged.pull_all)
             shutdown.run(self.finish)
+            if self._rank_steps is not None and shutdown.failure is None:
+                shutdown.run(self._rank_steps.fetches.end)
         if self._ranks is not None and shutdown.failure is not None:
             self._ranks.ranks.messages.fail(shutdown.failure)  # other ranks wait, and jobs of this one for them
         shutdown.run(self._end)

@@ -49,6 +49,11 @@ class Topic(IntEnum):
     """The sender, a flat parameter's owner, has written its new weights, and other values not yet."""
     STEP = auto()
     """The sender, a flat parameter's owner, has written all of its new values, and reads gradients no more."""
+    FETCH = auto()
+    """The sender needs all values of a flat parameter in host memory, some of which are on the device of the receiver,
+    its owner. The content are number and turn of `FETCHED`."""
+    FETCHED = auto()
+    """The sender, a flat parameter's owner, has written all of its values to host memory, after the last step."""
     TRAINING = auto()
     """A part of the sender's training state, for the record of a step that rank 0, the receiver, writes."""
     RECORDED = auto()

@@ -293,6 +293,9 @@ class RunStates(Uncopied, StatesOwner):
         if kind == "train":
             self.regroup()
         if self.model_states is not None:
+            if self._states_config.states == "auto" and self._states_config.gpu_memory == "auto":
+                planner = self.planner if kind == "train" else None
+                self.model_states.use_device(0 if planner is None else planner.spare_bytes)
             self.model_states.begin(kind)
 
     def regroup(self) -> None:

@@ -7,6 +7,7 @@ The modules, in the order in which they are best read:
 - `rounding`: stochastic rounding of moments in bf16.
 - `adam`: torch's roundings of Adam and AdamW, and the calls of `adam.c`.
 - `adam_c`: the compiled library of `adam.c`.
+- `adam_cuda`: the same step on a CUDA device.
 - `rank_mean`: the mean of several ranks' gradients, which a step computes as it reads it.
 - `step_work`: calls of `adam.c` that are made together.
 - `group_options`: options of parameter groups, copied before the optimizer's own code runs.
@@ -15,6 +16,7 @@ The modules, in the order in which they are best read:
 """
 
 from lightning_ssd.model_states.optimizers.adam_c import begin_loading_kernel
+from lightning_ssd.model_states.optimizers.adam_cuda import cuda_step, has_cuda_step
 from lightning_ssd.model_states.optimizers.group_options import GroupOptions
 from lightning_ssd.model_states.optimizers.optimizer_state import check_state, guard_state, resident_states
 from lightning_ssd.model_states.optimizers.optimizers import (

@@ -339,6 +339,13 @@ class AdamOptimizer(ElementwiseOptimizer):
         _, _, settings = found
         return _has_whole_masters(staged) or bool(settings.decoupled)
 
+    def device_settings(self, given: StepInput) -> KernelSettings | None:
+        """Returns the numbers of a step that `cuda_step` makes; None: it makes no such step."""
+        if len(set(self._steps)) != 1 or not all(given.has_grad):
+            return None
+        settings = settings_of(self._given_on_cpu(given).options, "fused", self._steps[0] + 1, given.scale)
+        return settings if settings is not None and follows_torch(settings) else None
+
     def _kernel_of(
         self, given: StepInput, staged: StagedState, steps: int
     ) -> tuple[AdamKernel, str, KernelSettings] | None:

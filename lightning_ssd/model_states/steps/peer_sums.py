@@ -47,9 +47,27 @@ class PeerSums:
         self._read, self._part, self._mean = torch.empty(3, size, dtype=torch.float32, device=device).unbind()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def submit(self, run: Callable[[], None], after: "Sequence[Future[Any]]") -> "Future[None]":
-        """Queues a job, which calls `write`, as soon as all of `after` are done."""
-        return self._worker.submit(run, after)
+    def submit(
+        self, run: Callable[[], "Future[None] | None"], after: "Sequence[Future[Any]]", *, priority: int = -1
+    ) -> "Future[None]":
+        """Queues a job, which calls `write` or `begin`, when all of `after` are done, as `Worker.submit` does."""
+        return self._worker.submit(run, after, priority=priority)
+
+    def begin(self) -> tuple[Tensor, Tensor]:
+        """Begins a job that uses the device: work that it issues is ordered by the stream of this object.
+
+        Returns:
+            Memory on the device that the job may use, twice as many elements in fp32.
+        """
+        if self._stream is not None:
+            # No context: at its end, this thread would have the first device again, and allocate memory for a context.
+            torch.cuda.set_stream(self._stream)
+        return self._read, self._part
+
+    def end(self) -> None:
+        """Waits until the device has done the job's work."""
+        if (mark := self._copies.mark(awaited=True)) is not None:
+            mark.synchronize()
 
     def write(
         self, sources: Sequence[Source | None], share: float, total: Tensor, measured: Sequence[ParamView]
@@ -64,9 +82,7 @@ class PeerSums:
             total: receives the mean, fp32 in host memory.
             measured: the parameters.
         """
-        if self._stream is not None:
-            # No context: at its end, this thread would have the first device again, and allocate memory for a context.
-            torch.cuda.set_stream(self._stream)
+        self.begin()
         pieces: list[list[Tensor]] = [[] for _ in measured]
         for low in range(0, total.numel(), self._mean.numel()):
             mean = self._mean[: total.numel() - low]
@@ -75,8 +91,8 @@ class PeerSums:
             _measure(mean, low, measured, pieces)
         norms = [norm for of_one in pieces for norm in of_one]
         values = iter(torch.stack(norms).tolist() if norms else ())  # waits for the device
-        if not norms and (mark := self._copies.mark(awaited=True)) is not None:
-            mark.synchronize()
+        if not norms:
+            self.end()
         # Not `math.hypot`, which is infinite of a NaN and an infinite number.
         return [math.sqrt(sum([next(values) ** 2 for _ in of_one])) for of_one in pieces]
 

@@ -29,6 +29,9 @@ owners on the other hosts (`HostSums`), before norms and step. Every host steps 
 free their gradients' memory before, at `T.READ`: sums over hosts have an order of their own, in which a gradient may
 come first that a rank computes only once its device has room.
 
+Where the owner's device has memory to spare, it keeps optimizer states, and makes the step (`DeviceStates`). Host
+memory has the new compute weights then, and all other values once a rank asks for them (`RankFetches`).
+
 If user code may read gradients between backward and step, 1 and 2 are a turn, in which all ranks copy the mean when
 backward ends (`reduce`). It may read weights, too: `T.READY` begins the turn of the step (`evicted`).
 
@@ -52,8 +55,10 @@ from lightning_ssd.futures import Future, all_of, finished, then
 from lightning_ssd.model_states.gradients import GradientOffloader
 from lightning_ssd.model_states.optimizers import FlatOptimizer, Options, RankMean
 from lightning_ssd.model_states.placement import RankStates
+from lightning_ssd.model_states.steps.device_states import DeviceStates
 from lightning_ssd.model_states.steps.host_sums import HostSums
 from lightning_ssd.model_states.steps.peer_sums import PeerSums, Source
+from lightning_ssd.model_states.steps.rank_fetches import RankFetches
 from lightning_ssd.model_states.stores import StagedState, StateStore
 from lightning_ssd.model_states.units import FlatParameter, ParamView
 from lightning_ssd.ranks import PeerMemory, RankError, Topic
@@ -95,6 +100,21 @@ class _Sum:
 
 
 @dataclass(frozen=True)
+class _Step:
+    """What the owner tells of a step, or of a change by user code.
+
+    Attributes:
+        made: whether the step was made, and not skipped.
+        hashes: hashes of the new values on SSDs.
+        on_device: whether the owner's device has the new values, and host memory the compute weights alone.
+    """
+
+    made: bool
+    hashes: Hashes
+    on_device: bool = False
+
+
+@dataclass(frozen=True)
 class _Turn:
     """A sum of the gradients of one flat parameter, which this rank takes part in.
 
@@ -133,6 +153,10 @@ class RankSteps:
         gradients: gradients of this rank.
         copies: copies of the device.
         worker: sums gradients.
+
+    Attributes:
+        device_states: states on this rank's device. None: gradients are summed in host memory, and stepped there.
+        fetches: brings values to host memory from the devices of their owners.
     """
 
     def __init__(
@@ -158,6 +182,12 @@ class RankSteps:
         largest = max((flat.numel for flat in owned), default=0)
         self._peer_sums = PeerSums(copies, largest) if states.peers is not None and owned else None
         """Sums on this rank's device. None: steps sum gradients in host memory."""
+        self.device_states: DeviceStates | None = None
+        if self._peer_sums is not None:
+            self.device_states = DeviceStates(
+                {flat: flat_optimizers[flat] for flat in owned}, stores, copies, self._peer_sums
+            )
+        self.fetches = RankFetches(states, stores, self._key, self.device_states)
         self._written: dict[FlatParameter, int] = {}
         """Checksums of weights that user code has written since the last sum, which other hosts compare at the next."""
         self._turns = dict.fromkeys(stores, 0)
@@ -466,7 +496,13 @@ class RankSteps:
             messages.post_after(weights, Topic.WEIGHTS, *key, lambda: None, messages.others)
         stored = then(done, store.written)
         made = scale.result
-        messages.post_after(stored, Topic.STEP, *key, lambda: (made() is not None, store.hashes()), messages.others)
+
+        def describe() -> _Step:
+            on_device = self.device_states is not None and self.device_states.holds(flat)
+            self.fetches.note(flat, on_device=on_device)
+            return _Step(made() is not None, store.hashes(), on_device)
+
+        messages.post_after(stored, Topic.STEP, *key, describe, messages.others)
 
     def follow(self, flat: FlatParameter, options: Options, *, reduced: bool) -> "tuple[Future[None], Future[None]]":
         """Returns futures of a step of `flat` that another rank makes: of its weights, and of all values.
@@ -476,14 +512,15 @@ class RankSteps:
         owner, key = self._states.owners[flat], self._key(flat)
         gradient, store = self._gradients[flat], self._stores[flat]
         has_grad, summed = list(gradient.has_accum) if reduced else None, gradient.summed
-        stepped: Future[dict[int, tuple[bool, Hashes]]] = self._messages.collect(Topic.STEP, *key, [owner])
+        stepped: Future[dict[int, _Step]] = self._messages.collect(Topic.STEP, *key, [owner])
 
         def count(_: None) -> "Future[None]":  # on the thread that completes the last of both, mostly `ranks`
-            made, hashes = stepped.result()[owner]
-            if made:
+            step = stepped.result()[owner]
+            if step.made:
                 self._flat_optimizers[flat].commit(has_grad or summed.result().has_grad, options)
                 store.commit()
-                store.adopt_hashes(hashes)
+                store.adopt_hashes(step.hashes)
+            self.fetches.note(flat, on_device=step.on_device)
             if reduced:
                 gradient.end_step()
             return finished(None)
@@ -526,12 +563,12 @@ class RankSteps:
         if self.owns(flat):
             made = self._worker.submit(lambda: store.checkin(masters, apart=True, staged=loaded), [begun], priority=0)
             written = then(made, store.written)
-            messages.post_after(written, *key, lambda: (True, store.hashes()), messages.others)
+            messages.post_after(written, *key, lambda: _Step(True, store.hashes()), messages.others)
         else:
             owner = self._states.owners[flat]
 
-            def adopt(contents: Mapping[int, tuple[bool, Hashes]]) -> "Future[None]":  # on the thread `ranks`
-                store.adopt_hashes(contents[owner][1])
+            def adopt(contents: Mapping[int, _Step]) -> "Future[None]":  # on the thread `ranks`
+                store.adopt_hashes(contents[owner].hashes)
                 return finished(None)
 
             written = then(messages.collect(*key, [owner]), adopt)

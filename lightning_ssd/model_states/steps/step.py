@@ -1,6 +1,7 @@
 """The optimizer step of one flat parameter, from the arrival of its gradient on the host until the step is committed.
 
-`OptimizerStep` can be made in three ways, which `StepScheduler` chooses from: `speculative`, `deferred` and `serial`.
+`OptimizerStep` can be made in four ways, which `StepScheduler` chooses from: `speculative`, `deferred`, `on_device` and
+`serial`.
 """
 
 import contextlib
@@ -24,6 +25,7 @@ from lightning_ssd.model_states.optimizers import (
     StepWork,
     do_together,
 )
+from lightning_ssd.model_states.steps.device_states import DeviceStates
 from lightning_ssd.model_states.stores import StagedState, StateStore
 from lightning_ssd.spans import OPTIMIZER, span
 
@@ -43,9 +45,10 @@ class OptimizerStep:
     A step of values on SSDs stages them before its job begins, so that reads overlap with other jobs. A step of values
     in host memory stages them, without a copy, when its job begins.
 
-    Threads: `speculative`, `deferred` and `serial` are called on the training thread or autograd's. The computation
-    (`_make`) runs on the worker's thread. `_commit_or_redo` runs on the thread that completes the last future it
-    depends on: the worker's (gradient, computation) or `d2h-done` (scale); or on the calling thread if all are done.
+    Threads: `speculative`, `deferred`, `on_device` and `serial` are called on the training thread or autograd's. The
+    computation runs on the worker's thread (`_make`), or on the thread `sums` (`on_device`). `_commit_or_redo` runs on
+    the thread that completes the last future it depends on: the worker's (gradient, computation) or `d2h-done` (scale);
+    or on the calling thread if all are done.
 
     Ownership: the gradient belongs to the step until the step's last future is done. Staged values belong to the reads,
     then to the worker's job, then to the writes (see `StateStore`).
@@ -161,6 +164,25 @@ class OptimizerStep:
         weights = self._submit(run, [*after, self.scale])
         weights.add_done_callback(end)
         return weights, done
+
+    def on_device(self, after: "Sequence[Future[Any]]", states: DeviceStates) -> Submitted:
+        """Makes the step on the device when the scale is known, or on the CPU if the device can't make it.
+
+        Args:
+            after: further futures that the step depends on; the gradient is in host memory then.
+            states: the states on the device.
+        """
+
+        def run() -> "Future[None] | None":  # on the thread `sums`
+            scale = self.scale.result()
+            if scale is not None and (self.limit is not None or not states.step(self.store.flat, self._input(scale))):
+                states.home(self.store.flat)
+                return self._submit(lambda: self._make_in_memory(scale), [])
+            self._end(committed=scale is not None)
+            return None
+
+        done = states.submit(run, [*after, self.scale], self.priority)
+        return done, done
 
     def serial(self, after: "Sequence[Future[Any]]") -> Submitted:
         """Reads, steps and writes in one job, which excludes all others (LoHan's figure 3b)."""

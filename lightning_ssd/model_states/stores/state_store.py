@@ -79,6 +79,8 @@ class StateStore:
 
     Attributes:
         steps: steps that were committed.
+        fetch: brings the values to host memory if a step has left them elsewhere; the future is done when they are
+            there. No step runs meanwhile. `DeviceStates` explains it.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class StateStore:
         self.buffers = buffers
         self.staging = staging
         self.steps = 0
+        self.fetch: Callable[[], Future[None]] = lambda: finished(None)
         self._copies = copies
         self._stepped: Future[Any] = finished(None)
         self._weights_stepped: Future[Any] = finished(None)
@@ -159,7 +162,9 @@ class StateStore:
             apart: whether values on SSDs are read to memory of their own, because the caller holds them for any time.
         """
         if self.buffers.in_memory:
-            return self.buffers.stage_in_place(step=step)
+            if step:
+                return self.buffers.stage_in_place(step=True)
+            return then(self.fetch(), lambda _: self.buffers.stage_in_place(step=False))
         values: StagedState | None = None
 
         def fill(memory: Tensor) -> "Future[None]":  # on the state-reader thread, or that of `read_apart`
