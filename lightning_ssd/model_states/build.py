@@ -286,7 +286,17 @@ def assemble(
     undo.callback(worker.close)
     nbytes = StateBytes(device_bytes, memory_plan.host, spare, ssd_bytes)
     return ModelStates(
-        module, offloaded, weights, pool, worker, setup, nbytes, ranks=ranks, journal=journal, recovered=recovered
+        module,
+        offloaded,
+        weights,
+        pool,
+        worker,
+        setup,
+        nbytes,
+        ranks=ranks,
+        journal=journal,
+        recovered=recovered,
+        undo=undo,
     )
 
 

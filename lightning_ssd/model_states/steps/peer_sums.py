@@ -42,10 +42,10 @@ class PeerSums:
 
     def __init__(self, copies: CopyEngine, elements: int) -> None:
         self._copies = copies
-        self._worker = Worker("sums")
         size, device = min(CHUNK, elements), copies.device
         self._read, self._part, self._mean = torch.empty(3, size, dtype=torch.float32, device=device).unbind()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._worker = Worker("sums")
 
     def submit(self, run: Callable[[], None], after: "Sequence[Future[Any]]") -> "Future[None]":
         """Queues a job, which calls `write`, as soon as all of `after` are done."""

@@ -153,11 +153,12 @@ class RankSteps:
         self._copies = copies
         self._worker = worker
         owned = [flat for flat in flat_optimizers if states.owns(flat)]
-        self._hosts = None if states.ranks.hosts is None else HostSums(states.ranks, owned)
-        """Sums over hosts. None: there is one host."""
         largest = max((flat.numel for flat in owned), default=0)
+        # First, because the device may have too little memory: no thread is left then.
         self._peer_sums = PeerSums(copies, largest) if states.peers is not None and owned else None
         """Sums on this rank's device. None: steps sum gradients in host memory."""
+        self._hosts = None if states.ranks.hosts is None else HostSums(states.ranks, owned)
+        """Sums over hosts. None: there is one host."""
         self._written: dict[FlatParameter, int] = {}
         """Checksums of weights that user code has written since the last sum, which other hosts compare at the next."""
         self._turns = dict.fromkeys(stores, 0)

@@ -1,20 +1,22 @@
-"""Sizes of the flat parameters that ranks share. The ranks are threads of one process."""
+"""Model states that several ranks share, as they are built. The ranks are threads of one process."""
 
-import contextlib
-import threading
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from lightning_ssd.activations import OffloadConfig
-from lightning_ssd.model_states import MetaTensors, Setup, StatesConfig, build, make_model_states
+from lightning_ssd.model_states import MetaTensors, Setup, StatesConfig, build, make_model_states, model_states
 from lightning_ssd.model_states.units import units
 from lightning_ssd.ranks import RankMemory, Ranks
 from lightning_ssd.ranks.rank_memory import make_files
 from tests.support.ranks import connect
+from tests.support.trainings import package_threads
 
 WIDTH = 64
 UNITS = 8
@@ -24,12 +26,12 @@ def make_block() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
 
 
-def flats_of_units(path: Path, host_memory: Sequence[str], *, planned: bool = False) -> list[list[int]]:
+def flats_of_ranks(path: Path, host_memory: Sequence[str], **settings: Any) -> list[list[int]]:
     """Returns the elements of flat parameters that each rank makes, of a model of equal units."""
-    messages, descriptors = connect(len(host_memory)), make_files(len(host_memory))
-    found: list[list[int]] = [[] for _ in host_memory]
+    size = len(host_memory)
+    messages, descriptors = connect(size), make_files(size)
 
-    def make(rank: int) -> None:
+    def make(rank: int) -> list[int]:
         model = nn.Sequential(*(make_block() for _ in range(UNITS)))
         setup = Setup(
             config=StatesConfig("auto", "auto", None, "optimized", "fp32", "auto", False),
@@ -39,8 +41,8 @@ def flats_of_units(path: Path, host_memory: Sequence[str], *, planned: bool = Fa
             clip_norm=lambda: False,
             clip_value=lambda: None,
             defer_to_user_hooks=False,
-            world_size=len(host_memory),
-            planned=planned,
+            world_size=size,
+            **settings,
         )
         states = make_model_states(
             model,
@@ -51,17 +53,17 @@ def flats_of_units(path: Path, host_memory: Sequence[str], *, planned: bool = Fa
             setup,
             connected=Ranks(messages[rank], [RankMemory(descriptor) for descriptor in descriptors]),
         )
-        with contextlib.closing(states):
-            found[rank] = [flat.numel for flat in states.stores]
+        states.close()
+        return [flat.numel for flat in states.stores]
 
-    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(len(host_memory))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    for one in messages:
-        one.close()
-    return found
+    try:
+        with ThreadPoolExecutor(size) as executor:
+            return list(executor.map(make, range(size)))
+    finally:
+        for one in messages:
+            one.close()
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 @pytest.fixture
@@ -79,9 +81,21 @@ def test_a_unit_is_one_flat_parameter_if_all_states_are_in_memory(
 ) -> None:
     """The least budget of a rank determines the size on all ranks."""
     expected = [4 * WIDTH**2] * UNITS if in_memory else [2 * WIDTH**2] * 2 * UNITS
-    assert flats_of_units(tmp_path, host_memory) == [expected] * 2
+    assert flats_of_ranks(tmp_path, host_memory) == [expected] * 2
 
 
 @pytest.mark.usefixtures("small")
 def test_plans_place_parts_of_units(tmp_path: Path) -> None:
-    assert flats_of_units(tmp_path, ["1MiB"] * 2, planned=True) == [[WIDTH**2] * 4 * UNITS] * 2
+    assert flats_of_ranks(tmp_path, ["1MiB"] * 2, planned=True) == [[WIDTH**2] * 4 * UNITS] * 2
+
+
+def test_no_thread_is_left_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of gradients have threads of their own."""
+
+    def fail(*args: Any, **named: Any) -> None:
+        raise KeyError("deliberate")
+
+    monkeypatch.setattr(model_states, "StateDicts", fail)
+    with pytest.raises(KeyError, match="deliberate"):
+        flats_of_ranks(tmp_path, ["1MiB"] * 2)
+    assert not package_threads()
