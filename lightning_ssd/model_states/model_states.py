@@ -626,6 +626,11 @@ class ModelStates(Uncopied):
         """Master weights of resident 16-bit parameters."""
         return self._masters.by_param
 
+    @property
+    def gradient_bytes(self) -> int:
+        """Most bytes of the device for gradients that the devices of several ranks sum."""
+        return 0 if self._rank_steps is None else self._rank_steps.device_bytes
+
     # ---- the end ----
 
     def drain(self) -> None:

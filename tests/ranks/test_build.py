@@ -1,22 +1,33 @@
 """Model states that several ranks share, as they are built. The ranks are threads of one process."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_ssd.activations import OffloadConfig
-from lightning_ssd.model_states import MetaTensors, Setup, StatesConfig, build, make_model_states, model_states
+from lightning_ssd.activations import OffloadConfig, make_offloader
+from lightning_ssd.model_states import (
+    MetaTensors,
+    ModelStates,
+    Setup,
+    StatesConfig,
+    build,
+    make_model_states,
+    model_states,
+)
 from lightning_ssd.model_states.units import units
 from lightning_ssd.ranks import RankMemory, Ranks
 from lightning_ssd.ranks.rank_memory import make_files
+from lightning_ssd.summary import describe_totals
 from tests.support.ranks import connect
 from tests.support.trainings import package_threads
+
+T = TypeVar("T")
 
 WIDTH = 64
 UNITS = 8
@@ -26,12 +37,14 @@ def make_block() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
 
 
-def flats_of_ranks(path: Path, host_memory: Sequence[str], **settings: Any) -> list[list[int]]:
-    """Returns the elements of flat parameters that each rank makes, of a model of equal units."""
+def build_on_ranks(
+    path: Path, host_memory: Sequence[str], look: Callable[[ModelStates], T], **settings: Any
+) -> list[T]:
+    """Has each rank build the states of a model of equal units, and returns what `look` returns of them."""
     size = len(host_memory)
     messages, descriptors = connect(size), make_files(size)
 
-    def make(rank: int) -> list[int]:
+    def make(rank: int) -> T:
         model = nn.Sequential(*(make_block() for _ in range(UNITS)))
         setup = Setup(
             config=StatesConfig("auto", "auto", None, "optimized", "fp32", "auto", False),
@@ -53,8 +66,10 @@ def flats_of_ranks(path: Path, host_memory: Sequence[str], **settings: Any) -> l
             setup,
             connected=Ranks(messages[rank], [RankMemory(descriptor) for descriptor in descriptors]),
         )
-        states.close()
-        return [flat.numel for flat in states.stores]
+        try:
+            return look(states)
+        finally:
+            states.close()
 
     try:
         with ThreadPoolExecutor(size) as executor:
@@ -64,6 +79,10 @@ def flats_of_ranks(path: Path, host_memory: Sequence[str], **settings: Any) -> l
             one.close()
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def flats(states: ModelStates) -> list[int]:
+    return [flat.numel for flat in states.stores]
 
 
 @pytest.fixture
@@ -81,12 +100,12 @@ def test_a_unit_is_one_flat_parameter_if_all_states_are_in_memory(
 ) -> None:
     """The least budget of a rank determines the size on all ranks."""
     expected = [4 * WIDTH**2] * UNITS if in_memory else [2 * WIDTH**2] * 2 * UNITS
-    assert flats_of_ranks(tmp_path, host_memory) == [expected] * 2
+    assert build_on_ranks(tmp_path, host_memory, flats) == [expected] * 2
 
 
 @pytest.mark.usefixtures("small")
 def test_plans_place_parts_of_units(tmp_path: Path) -> None:
-    assert flats_of_ranks(tmp_path, ["1MiB"] * 2, planned=True) == [[WIDTH**2] * 4 * UNITS] * 2
+    assert build_on_ranks(tmp_path, ["1MiB"] * 2, flats, planned=True) == [[WIDTH**2] * 4 * UNITS] * 2
 
 
 def test_no_thread_is_left_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,5 +116,20 @@ def test_no_thread_is_left_after_an_error(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(model_states, "StateDicts", fail)
     with pytest.raises(KeyError, match="deliberate"):
-        flats_of_ranks(tmp_path, ["1MiB"] * 2)
+        build_on_ranks(tmp_path, ["1MiB"] * 2, flats)
     assert not package_threads()
+
+
+def test_totals_have_the_memory_of_devices_for_gradients(tmp_path: Path) -> None:
+    """Slots for all 512 KiB of gradients, as much for those that are not complete, and three buffers for a sum."""
+
+    def describe(states: ModelStates) -> str:
+        config = OffloadConfig(tmp_path, offload="none")
+        offloader = make_offloader(config, torch.device("cpu"), default_path=tmp_path)
+        try:
+            return describe_totals(offloader, states, config, str(tmp_path))[0]
+        finally:
+            offloader.close()
+
+    for line in build_on_ranks(tmp_path, ["1MiB"] * 2, describe):
+        assert line.startswith("totals: CPU 1.19 MiB for gradients, host memory ")

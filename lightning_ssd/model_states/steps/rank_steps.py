@@ -166,6 +166,12 @@ class RankSteps:
         self._sums: dict[FlatParameter, _Sum] = {}
         """The last sum of each flat parameter."""
 
+    @property
+    def device_bytes(self) -> int:
+        """Most bytes of the device for gradients: in slots, not complete yet, and being summed."""
+        in_slots = 0 if self._states.peers is None else self._states.peers.nbytes
+        return 2 * in_slots + (0 if self._peer_sums is None else self._peer_sums.nbytes)
+
     def owns(self, flat: FlatParameter) -> bool:
         """Whether this rank steps `flat`."""
         return self._states.owns(flat)
