@@ -129,6 +129,8 @@ def describe_totals(
     name, totals, limits = _name(offloader.device), [], []
     if states is not None and offloader.device.type == "cuda":
         totals.append(f"{name} {format_bytes(states.nbytes.device)} for weights")
+    if states is not None and states.gradient_bytes:
+        totals.append(f"{name} {format_bytes(states.gradient_bytes)} for gradients")
     if resident:
         totals.append(f"{name} {format_bytes(resident)} for model states")
     if states is not None:

@@ -69,10 +69,12 @@ class AutoPlan(Uncopied):
     Attributes:
         outcome: the decision; `"measuring"` before there is one.
         cycle: the plan and its life; `None`: there is none.
+        spare_bytes: bytes of the device that the present micro-batch and its step do not need; 0: it may run out.
     """
 
     def __init__(self, training: Training) -> None:
         self.outcome: Outcome = "measuring"
+        self.spare_bytes = 0
         self.cycle: PlanCycle | None = None
         self._training = training
         self._obstacle: str | None = None
@@ -151,13 +153,6 @@ class AutoPlan(Uncopied):
         return self._known is not None and self._proven[self._rule] < PROVEN
 
     @property
-    def spare_bytes(self) -> int:
-        """Bytes of the device that the present micro-batch and its step do not need, as far as is known."""
-        if self._known is None or self.may_run_out:
-            return 0
-        return max(0, int(self._known.limit.meter.limit()) - self._most_allocated - FRAGMENTS)
-
-    @property
     def begins_rule(self) -> bool:
         """Whether the present micro-batch is one of the very first under its rule: most that run out of memory are."""
         return self._known is not None and self._proven[self._rule] < FIRST_MICRO_BATCHES
@@ -196,6 +191,8 @@ class AutoPlan(Uncopied):
         self._rule = self.outcome, None if self.cycle is None else self.cycle.rule
         if larger:
             self._proven[self._rule] = 0
+        free = int(self._known.limit.meter.limit()) - self._most_allocated - FRAGMENTS
+        self.spare_bytes = 0 if self.may_run_out else max(0, free)
 
     def begin_backward(self, loss: Tensor) -> None:
         """Called before each backward."""

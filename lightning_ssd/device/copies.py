@@ -84,25 +84,16 @@ class CopyEngine(ABC):
             awaited: as in `mark`, for the returned mark.
         """
 
-    def d2h_each(
-        self,
-        sources: Sequence[Tensor],
-        dst: Tensor,
-        starts: Sequence[int],
-        *,
-        awaited: bool = False,
-        locked: bool = True,
-    ) -> Mark:
+    def d2h_each(self, sources: Sequence[Tensor], dst: Tensor, starts: Sequence[int], *, awaited: bool = False) -> Mark:
         """Copies several tensors to host bytes `dst`, and returns one mark, of the last copy.
 
         The copies wait for all work issued on the compute stream so far, as those of `d2h` do without `after`.
 
         Args:
             sources: tensors on the device, at least one, each dense (its elements are in memory without gaps).
-            dst: host bytes.
+            dst: host bytes, page-locked if the device is a GPU.
             starts: offset of each tensor's bytes in `dst`.
             awaited: as in `d2h`.
-            locked: whether `dst` is page-locked. If it is not, the call waits until the copies are made.
         """
         mark: Mark = None
         for src, start in zip(sources, starts, strict=True):
@@ -138,7 +129,7 @@ class CopyEngine(ABC):
     def copy(self, to: int, source: int, nbytes: int) -> None:
         """Copies bytes between two addresses, of this device, another one or host memory, on the compute stream.
 
-        The call may wait until the copy is made, if host memory is not page-locked.
+        If host memory is not page-locked, the call may wait until the copy is made; other threads run meanwhile.
         """
 
     @abstractmethod
@@ -260,20 +251,12 @@ class CUDACopyEngine(CopyEngine):
     def d2h(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
         return self._out.copy([(dst.data_ptr(), src.data_ptr(), src.numel())], after, awaited)
 
-    def d2h_each(
-        self,
-        sources: Sequence[Tensor],
-        dst: Tensor,
-        starts: Sequence[int],
-        *,
-        awaited: bool = False,
-        locked: bool = True,
-    ) -> Mark:
+    def d2h_each(self, sources: Sequence[Tensor], dst: Tensor, starts: Sequence[int], *, awaited: bool = False) -> Mark:
         first = dst.data_ptr()
         spans = [
             (first + start, source.data_ptr(), source.nbytes) for source, start in zip(sources, starts, strict=True)
         ]
-        return self._out.copy(spans, None, awaited, waits=not locked)
+        return self._out.copy(spans, None, awaited)
 
     def mapped(self, host: Tensor) -> Tensor:
         mapped = torch.as_tensor(_Mapped(host), device=self.device)
@@ -341,11 +324,8 @@ class _CopyStream:
         self._spans: deque[tuple[Event, Event, int]] = deque()
         self._busy = WorkCounter(0, 0.0)
 
-    def copy(self, spans: Sequence[tuple[int, int, int]], after: Mark, awaited: bool, *, waits: bool = False) -> Event:
-        """Issues copies, each given by the address of its destination, that of its source, and its bytes.
-
-        `waits` as in `Events.copy`.
-        """
+    def copy(self, spans: Sequence[tuple[int, int, int]], after: Mark, awaited: bool) -> Event:
+        """Issues copies, each given by the address of its destination, that of its source, and its bytes."""
         # The stream executes in order, so the marks of earlier copies on it are reached before this one's.
         stream, events = self._handle, self._events
         if after is None:
@@ -356,7 +336,7 @@ class _CopyStream:
         start = events.record(stream, timed=True) if nbytes >= self.TIMED else None
         # The driver's call instead of `copy_` needs no current stream and no views, and a third of the host's time.
         for to, source, size in spans:
-            events.copy(to, source, size, stream, waits=waits)
+            events.copy(to, source, size, stream)
         end = events.record(stream, timed=True, awaited=awaited)
         if start is not None:
             self._spans.append((start, end, nbytes))

@@ -44,7 +44,7 @@ from lightning_ssd.model_states.placement import (
     residents_within,
     share_peer_memory,
 )
-from lightning_ssd.model_states.stores import SpareMemory, StateStaging, StateStore, commit_memory
+from lightning_ssd.model_states.stores import Layout, SpareMemory, StateStaging, StateStore, commit_memory
 from lightning_ssd.model_states.units import (
     FlatParameter,
     Loaded,
@@ -58,7 +58,7 @@ from lightning_ssd.model_states.units import (
     materialize_buffers,
 )
 from lightning_ssd.model_states.weights import MasterWeights, OffloadedModel
-from lightning_ssd.ranks import Ranks
+from lightning_ssd.ranks import PeerMemory, Ranks
 from lightning_ssd.storage import Hashes, StorageFullError
 from lightning_ssd.types import OffloadTierName
 
@@ -115,31 +115,43 @@ def make_model_states(
     with contextlib.ExitStack() as undo:
         copies = make_copy_engine(device)
         undo.callback(copies.close)
-        max_elements = FLAT_ELEMENTS if setup.config.states == "host" else STAGED_FLAT_ELEMENTS
-        of_units = make_flat_params(module, units, offloaded, groups, device, setup, max_elements)
-        flat_params = [flat for _, flat_params in of_units for flat in flat_params]
-        check_flats_apart(flat_params, device)
-        if setup.config.state_format == "split" and not any(flat.dtype == torch.bfloat16 for flat in flat_params):
+        # Ranks allocate shared memory at the start, where "auto" does not know yet whether speculation is worth it.
+        speculates = setup.config.clip == "speculative" or (connected is None and setup.config.clip == "auto")
+        two_versions = recover or (setup.needs_norm and speculates)
+
+        def group(max_elements: int) -> tuple[list[tuple[Unit, list[FlatParameter]]], list[FlatSpec]]:
+            of_units = make_flat_params(module, units, offloaded, groups, device, setup, max_elements)
+            flat_params = [flat for _, of_unit in of_units for flat in of_unit]
+            return of_units, [make_spec(flat, groups, setup, two_versions=two_versions) for flat in flat_params]
+
+        in_memory = setup.config.states == "host" or connected is not None
+        of_units, specs = group(FLAT_ELEMENTS if in_memory else STAGED_FLAT_ELEMENTS)
+        check_flats_apart((item.flat for item in specs), device)
+        if setup.config.state_format == "split" and not any(item.flat.dtype == torch.bfloat16 for item in specs):
             log.warning(
                 "`state_format='split'` has no effect: no offloaded weight is in bf16. Train with precision="
                 "'bf16-true' or 'bf16-mixed', or leave it out"
             )
-        # Ranks allocate shared memory at the start, where "auto" does not know yet whether speculation is worth it.
-        speculates = setup.config.clip == "speculative" or (connected is None and setup.config.clip == "auto")
-        two_versions = recover or (setup.needs_norm and speculates)
-        specs = [make_spec(flat, groups, setup, two_versions=two_versions) for flat in flat_params]
         ranks: RankStates | None = None
+        budget = setup.host_budget()
+        tiers = None if plan_tiers is None else _tiers_of_flats(plan_tiers, of_units, setup)
         if connected is not None:
-            connected.check_agreement(describe_training(module, optimizers, flat_params, setup))
+            connected.check_agreement(describe_training(module, optimizers, [item.flat for item in specs], setup))
+            if budget is not None:  # of the free memory, which each rank has measured
+                budget = min(connected.exchange(budget))
             layouts = [item.layout for item in specs]
             peers = share_peer_memory(connected, layouts, copies) if setup.sums_on_device else None
             log.info(
                 "gradients are averaged %s", "in host memory" if peers is None else "on the devices of their owners"
             )
-            ranks = RankStates(connected, layouts, pin=device.type == "cuda", peers=peers)
+            # Tiers of several ranks do not change, so that flat parameters are small only if some are on SSDs.
+            needed = _plan(layouts, tiers, None, setup, peers, recover=recover)
+            if needed.ssd or (budget is not None and needed.host > budget):
+                of_units, specs = group(STAGED_FLAT_ELEMENTS)
+                tiers = None if plan_tiers is None else _tiers_of_flats(plan_tiers, of_units, setup)
+            ranks = RankStates(connected, [item.layout for item in specs], pin=device.type == "cuda", peers=peers)
             undo.callback(ranks.close_peers)
-        tiers = None if plan_tiers is None else _tiers_of_flats(plan_tiers, of_units, setup)
-        space = _reserve(specs, tiers, device, setup, ranks, recover=recover)
+        space = _reserve(specs, tiers, budget, device, setup, ranks, recover=recover)
         recovered = space.recovered
         if space.staging is not None:
             undo.callback(space.staging.close, remove=recovered is None)
@@ -185,7 +197,7 @@ def make_model_states(
         states = assemble(
             module,
             optimizers,
-            OffloadedModel(of_units, stores, flat_optimizers, flat_groups(flat_params, groups), copies, space.staging),
+            OffloadedModel(of_units, stores, flat_optimizers, flat_groups(stores, groups), copies, space.staging),
             list(exact),
             {p: value.to(p.device, torch.float32, copy=True) for p, value in exact.items() if value is not None},
             space.memory_plan,
@@ -274,7 +286,17 @@ def assemble(
     undo.callback(worker.close)
     nbytes = StateBytes(device_bytes, memory_plan.host, spare, ssd_bytes)
     return ModelStates(
-        module, offloaded, weights, pool, worker, setup, nbytes, ranks=ranks, journal=journal, recovered=recovered
+        module,
+        offloaded,
+        weights,
+        pool,
+        worker,
+        setup,
+        nbytes,
+        ranks=ranks,
+        journal=journal,
+        recovered=recovered,
+        undo=undo,
     )
 
 
@@ -352,6 +374,7 @@ class _Space:
 def _reserve(
     specs: Sequence[FlatSpec],
     tiers: Sequence[tuple[OffloadTierName, OffloadTierName]] | None,
+    budget: int | None,
     device: torch.device,
     setup: Setup,
     ranks: RankStates | None,
@@ -368,24 +391,10 @@ def _reserve(
         killed = KilledRun(layouts, setup.settings, start_over=setup.start_over, size=setup.world_size)
 
     def attempt(specs: Sequence[FlatSpec]) -> _Space:
-        budget = setup.host_budget()
-        if ranks is not None and budget is not None:  # of the free memory, which each rank has measured
-            budget = min(ranks.ranks.exchange(budget))
-        memory_plan = plan_memory(
-            [item.layout for item in specs],
-            "ssd" if recover else setup.kind,
-            budget,
-            shared=setup.shares_gradients,
-            summed=setup.sums_gradients,
-            tiers=tiers,
-            lazy_seconds=setup.lazy_seconds,
-            ranks=1 if ranks is None else ranks.ranks.size,
-            means=setup.num_nodes > 1 or (ranks is not None and ranks.peers is not None),
-            copies=ranks is None or ranks.peers is None,
-            weights_in_memory=ranks is not None and not recover,
-        )
-        spare = setup.spare_memory(memory_plan, budget)
         layouts = [item.layout for item in specs]
+        memory_plan = _plan(layouts, tiers, budget, setup, None if ranks is None else ranks.peers, recover=recover)
+        memory_plan.log()
+        spare = setup.spare_memory(memory_plan, budget)
         staging = make_staging(
             memory_plan, setup.storage, setup.default_path, device, killed=killed, layouts=layouts, ranks=ranks
         )
@@ -397,6 +406,30 @@ def _reserve(
         if recover or setup.config.clip == "speculative" or all(item.layout.versions == 1 for item in specs):
             raise
     return attempt([replace(item, layout=replace(item.layout, versions=1)) for item in specs])
+
+
+def _plan(
+    layouts: Sequence[Layout],
+    tiers: Sequence[tuple[OffloadTierName, OffloadTierName]] | None,
+    budget: int | None,
+    setup: Setup,
+    peers: PeerMemory | None,
+    *,
+    recover: bool,
+) -> MemoryPlan:
+    return plan_memory(
+        layouts,
+        "ssd" if recover else setup.kind,
+        budget,
+        shared=setup.shares_gradients,
+        summed=setup.sums_gradients,
+        tiers=tiers,
+        lazy_seconds=setup.lazy_seconds,
+        ranks=setup.world_size // setup.num_nodes,
+        means=setup.num_nodes > 1 or peers is not None,
+        copies=peers is None,
+        weights_in_memory=setup.world_size > 1 and not recover,
+    )
 
 
 def _make_stores(

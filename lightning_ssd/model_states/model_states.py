@@ -138,6 +138,7 @@ class ModelStates(Uncopied):
         ranks: what several ranks share of the model. None: there is one rank.
         journal: records steps for `recover=True`; owned.
         recovered: last record of a killed run, whose values are in the stores of `offloaded`.
+        undo: receives callbacks that end threads which are started here.
     """
 
     def __init__(
@@ -153,6 +154,7 @@ class ModelStates(Uncopied):
         ranks: RankStates | None,
         journal: Journal | None,
         recovered: CommitRecord | None,
+        undo: contextlib.ExitStack,
     ) -> None:
         self.offloaded = offloaded
         self.stores = offloaded.stores
@@ -232,6 +234,7 @@ class ModelStates(Uncopied):
             others = [(name, one) for name, one in module.named_parameters() if one not in self._flat_of]
             self._reduction = RankReduction(ranks.ranks, others, module.buffers)
             self._rank_steps = RankSteps(ranks, self.stores, offloaded.flat_optimizers, self.gradients, copies, worker)
+            undo.callback(self._rank_steps.close)
         self.steps = StepScheduler(
             offloaded,
             self.gradients,
@@ -630,6 +633,11 @@ class ModelStates(Uncopied):
     def masters(self) -> Mapping[nn.Parameter, nn.Parameter]:
         """Master weights of resident 16-bit parameters."""
         return self._masters.by_param
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Most bytes of the device for gradients that the devices of several ranks sum."""
+        return 0 if self._rank_steps is None else self._rank_steps.device_bytes
 
     # ---- the end ----
 

@@ -269,6 +269,7 @@ def _remake(
     if budget is not None and setup.storage.host_memory == "auto":
         budget = available
     memory_plan = _plan_memory(target, budget, setup)
+    memory_plan.log()
     check_flats_apart((item.flat for of_part in target for item in of_part), device, known=states.parameters)
     states.drain()
     used = states.gradients.used() | _resident_gradients(target, states.parameters, keep=setup.defer_to_user_hooks)

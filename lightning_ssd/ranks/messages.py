@@ -39,6 +39,8 @@ class Topic(IntEnum):
     FULL = auto()
     """The sender has no room for another gradient on its device. The content are the flat parameters whose gradients it
     has posted, and that are not summed, with their turns; None: it waits for no room any more."""
+    UNMAPPED = auto()
+    """The sender has unmapped the memory of other ranks' devices, which these may free."""
     READ = auto()
     """The sender, a flat parameter's owner, has summed the gradients of its host, whose memory is free. With several
     hosts, `SUM` follows when all have; with one, nothing but `SUM` is sent."""

@@ -135,6 +135,7 @@ class PeerMemory(Uncopied):
             return cls(ranks.messages, memory, addresses, opened)
         for address in opened:
             close_memory(address)
+        ranks.messages.exchange("unmapped")
         return None
 
     def acquire(self, number: int, nbytes: int) -> int | None:
@@ -222,11 +223,19 @@ class PeerMemory(Uncopied):
         return self._addresses[rank] + offset
 
     def close(self) -> None:
-        """Frees this rank's memory and unmaps other ranks', which no copy reads any more. Idempotent."""
+        """Unmaps other ranks' memory, which no copy reads any more. Idempotent. Waits for no rank.
+
+        This rank's memory is freed when the others have unmapped it, as CUDA requires, or one has failed or ended.
+        """
+        if not self._memory.numel():
+            return
         self._messages.listen(Topic.FULL, None)
-        self._memory = torch.empty(0, dtype=torch.uint8)
         while self._opened:
             close_memory(self._opened.pop())
+        kept, self._memory = [self._memory], torch.empty(0, dtype=torch.uint8)
+        self._messages.post(Topic.UNMAPPED, 0, 0, None, self._messages.others)
+        unmapped: Future[dict[int, None]] = self._messages.collect(Topic.UNMAPPED, 0, 0, self._messages.others)
+        unmapped.add_done_callback(lambda _: kept.clear())
 
 
 def _reads(copies: CopyEngine, address: int, value: int) -> bool:

@@ -84,6 +84,7 @@ def make_setup(
         world_size=trainer.world_size,
         num_nodes=trainer.num_nodes if trainer.world_size > 1 else 1,
         trainer_arguments={name: getattr(trainer, name) for name in _AGREED},
+        planned=plan is not None,
         last_micro_batch=functools.partial(_ends_window, trainer),
         settings=_fingerprint(trainer, config, storage, default_path, compiles) if fitting else RunFingerprint.none(),
         start_over=start_over,

@@ -148,6 +148,23 @@ def test_gradients_stay_on_the_devices_of_ranks_whose_backwards_are_alike(order:
     assert backwards.on_host == [0, 0, 0]
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_memory_is_freed_when_other_ranks_have_unmapped_it(fails: bool, two: list[RankMessages]) -> None:
+    freed = threading.Event()
+    tensor = torch.zeros(PAGE, dtype=torch.uint8)
+    weakref.finalize(tensor, freed.set)
+    memories = [PeerMemory(two[0], tensor, [0, 0], []), make_memory(two[1], slots=1)]
+    del tensor
+    memories[0].close()
+    memories[0].close()
+    assert not freed.is_set()
+    if fails:
+        two[1].fail(RankError("no more"))
+    else:
+        memories[1].close()
+    assert freed.wait(20)
+
+
 @pytest.mark.parametrize("disabled", [False, True])
 def test_all_ranks_share_memory_or_none(disabled: bool, two: list[RankMessages]) -> None:
     """One rank whose environment forbids it decides for all."""

@@ -27,10 +27,10 @@ class SlowCopies(CUDACopyEngine):
         self._hold(self._out._stream)
         return super().d2h(src, dst, after, awaited=awaited)
 
-    def d2h_each(self, sources: Sequence[Tensor], dst: Tensor, starts: Sequence[int], **how: bool) -> Mark:
+    def d2h_each(self, sources: Sequence[Tensor], dst: Tensor, starts: Sequence[int], *, awaited: bool = False) -> Mark:
         self._hold(torch.cuda.current_stream())
         self._hold(self._out._stream)
-        return super().d2h_each(sources, dst, starts, **how)
+        return super().d2h_each(sources, dst, starts, awaited=awaited)
 
     def h2d(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
         if after is None:

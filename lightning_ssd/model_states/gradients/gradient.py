@@ -438,11 +438,14 @@ class Gradient:
         """
         size, views = self._flat.dtype.itemsize, self._flat.param_views
         starts = [views[index].start * size for index in values]
-        locked = self._slab is None or self._slab.pinned
-        if self.is_shared and not (locked or self.committed):
+        if not self.is_shared or self._slab is None or self._slab.pinned:
+            return copies.d2h_each(list(values.values()), self._bytes, starts, awaited=awaited)
+        if not self.committed:
             self.committed = True
             commit([Slab.over(self._bytes)], pin=False)  # a copy would have one core do it
-        return copies.d2h_each(list(values.values()), self._bytes, starts, awaited=awaited, locked=locked)
+        for value, start in zip(values.values(), starts, strict=True):
+            copies.copy(self._bytes[start:].data_ptr(), value.data_ptr(), value.nbytes)
+        return copies.mark(awaited=awaited)
 
     def add(self, arrived: list[bool]) -> None:
         """Adds copied gradients to `accum` in fp32. Runs on the worker's thread."""

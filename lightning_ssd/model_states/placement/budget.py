@@ -1,6 +1,7 @@
 """Plans the tiers of flat parameters, host memory or SSDs, within a budget of bytes."""
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,6 +45,14 @@ class MemoryPlan:
     host: int
     ssd: int
     seconds: int
+
+    def log(self) -> None:
+        """Logs the bytes of each tier."""
+        log.info(
+            "weights, gradients and optimizer states take %s of host memory and %s on SSDs",
+            format_bytes(self.host),
+            format_bytes(self.ssd),
+        )
 
 
 def plan_memory(
@@ -100,7 +109,7 @@ def plan_memory(
         of_opt_state = (opt_state, [layout.opt_state_bytes for layout in layouts])
         in_memory = [of_weights, of_opt_state] if states == "auto" else [of_weights] if weights_in_memory else []
         if in_memory:
-            assert budget is not None
+            room = math.inf if budget is None else budget
             order = range(len(layouts))
             for kind, sizes in in_memory:
                 # The largest flat parameters are moved to host memory first, because those on SSDs determine the size
@@ -111,7 +120,7 @@ def plan_memory(
                     for index in largest_first:
                         if kind[index] == "ssd" and (weights[index] == "host" or kind is weights):
                             kind[index] = "host"
-                            if make_plan(weights, opt_state).host > budget:
+                            if make_plan(weights, opt_state).host > room:
                                 kind[index] = "ssd"
         plan = make_plan(weights, opt_state)
     if budget is not None and plan.host > budget:
@@ -124,11 +133,6 @@ def plan_memory(
             + (" Steps of one micro-batch need no sums of gradients, 4 bytes a parameter." if summed else "")
             + (f" Optimizer states that are rounded save {smaller}." if smaller is not None else "")
         )
-    log.info(
-        "weights, gradients and optimizer states take %s of host memory and %s on SSDs",
-        format_bytes(plan.host),
-        format_bytes(plan.ssd),
-    )
     return plan
 
 

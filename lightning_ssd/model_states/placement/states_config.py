@@ -149,6 +149,7 @@ class Setup:
         world_size: ranks that train the model together.
         num_nodes: hosts that they are on.
         trainer_arguments: arguments of the Trainer that ranks have to agree on.
+        planned: whether the user's plan determines the tiers of states.
         last_micro_batch: returns whether the micro-batch whose backward ends is the last one before a step. Ranks
             reduce their gradients then.
     """
@@ -168,14 +169,19 @@ class Setup:
     world_size: int = 1
     num_nodes: int = 1
     trainer_arguments: Mapping[str, object] = field(default_factory=dict)
+    planned: bool = False
     last_micro_batch: Callable[[], bool] = lambda: True
 
     def parts_of(self, unit: Unit) -> tuple[UnitPart, ...]:
         """Returns the parts of a unit that may be on tiers of their own.
 
-        They are those of the unit where a plan, or `gpu_memory`, may place them, and one part elsewhere.
+        They are those of the unit where a plan, or `gpu_memory`, may place them, and one part elsewhere: plans that the
+        training itself makes do not place states of several ranks.
         """
-        placed = self.config.states == "auto" and not self.config.recover
+        by_plan = self.planned or self.world_size == 1
+        placed = (
+            self.config.states == "auto" and not self.config.recover and (by_plan or self.config.gpu_memory != "auto")
+        )
         return unit.parts if placed else (UnitPart("", unit.parameters),)
 
     @property

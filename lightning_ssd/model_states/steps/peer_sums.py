@@ -38,14 +38,19 @@ class PeerSums:
     Args:
         copies: copies of the device.
         elements: elements of the largest flat parameter.
+
+    Attributes:
+        nbytes: bytes of the buffers on the device.
     """
 
     def __init__(self, copies: CopyEngine, elements: int) -> None:
         self._copies = copies
-        self._worker = Worker("sums")
         size, device = min(CHUNK, elements), copies.device
-        self._read, self._part, self._mean = torch.empty(3, size, dtype=torch.float32, device=device).unbind()
+        buffers = torch.empty(3, size, dtype=torch.float32, device=device)
+        self.nbytes = buffers.nbytes
+        self._read, self._part, self._mean = buffers.unbind()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._worker = Worker("sums")
 
     def submit(
         self, run: Callable[[], "Future[None] | None"], after: "Sequence[Future[Any]]", *, priority: int = -1

@@ -177,11 +177,12 @@ class RankSteps:
         self._copies = copies
         self._worker = worker
         owned = [flat for flat in flat_optimizers if states.owns(flat)]
-        self._hosts = None if states.ranks.hosts is None else HostSums(states.ranks, owned)
-        """Sums over hosts. None: there is one host."""
         largest = max((flat.numel for flat in owned), default=0)
+        # First, because the device may have too little memory: no thread is left then.
         self._peer_sums = PeerSums(copies, largest) if states.peers is not None and owned else None
         """Sums on this rank's device. None: steps sum gradients in host memory."""
+        self._hosts = None if states.ranks.hosts is None else HostSums(states.ranks, owned)
+        """Sums over hosts. None: there is one host."""
         self.device_states: DeviceStates | None = None
         if self._peer_sums is not None:
             self.device_states = DeviceStates(
@@ -194,6 +195,12 @@ class RankSteps:
         """Number of each flat parameter's last turn."""
         self._sums: dict[FlatParameter, _Sum] = {}
         """The last sum of each flat parameter."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Most bytes of the device for gradients: in slots, not complete yet, and being summed."""
+        in_slots = 0 if self._states.peers is None else self._states.peers.nbytes
+        return 2 * in_slots + (0 if self._peer_sums is None else self._peer_sums.nbytes)
 
     def owns(self, flat: FlatParameter) -> bool:
         """Whether this rank steps `flat`."""
