@@ -4,6 +4,7 @@ from typing import Any
 
 from lightning_ssd._lightning import pl
 from lightning_ssd.model_states import TensorLocation, find_units, locate_tensors
+from lightning_ssd.waits import wait_for
 
 
 def tensor_locations(trainer: pl.Trainer) -> list[TensorLocation]:
@@ -31,6 +32,8 @@ def tensor_locations(trainer: pl.Trainer) -> list[TensorLocation]:
     states = getattr(trainer.strategy, "model_states", None)
     if states is not None:
         states.drain()
+        for store in states.stores.values():  # from the device of another rank, which may have stepped them
+            wait_for(store.fetch(), "optimizer states on devices")
     return present_locations(trainer)
 
 

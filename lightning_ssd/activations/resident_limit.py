@@ -13,6 +13,9 @@ class AllocatorMeter(Protocol):
     def allocated(self) -> int:
         """Returns the bytes that are allocated now."""
 
+    def unreserved(self) -> int:
+        """Returns the bytes that the allocator does not hold and may reserve, and those that are lent."""
+
     def peak(self) -> int:
         """Returns the peak of allocated bytes since the last `reset_peak`."""
 

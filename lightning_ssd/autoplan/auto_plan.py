@@ -191,7 +191,9 @@ class AutoPlan(Uncopied):
         self._rule = self.outcome, None if self.cycle is None else self.cycle.rule
         if larger:
             self._proven[self._rule] = 0
-        free = int(self._known.limit.meter.limit()) - self._most_allocated - FRAGMENTS
+        meter = self._known.limit.meter
+        # Fragments of what was allocated may be larger than the limit assumes.
+        free = min(int(meter.limit()) - self._most_allocated, meter.unreserved()) - FRAGMENTS
         self.spare_bytes = 0 if self.may_run_out else max(0, free)
 
     def begin_backward(self, loss: Tensor) -> None:

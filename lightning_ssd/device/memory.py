@@ -131,6 +131,7 @@ class CUDAMemory:
         self._device = device
         self._lent = lent
         self._limit = usable_gpu_memory(device)  # asks the driver, which takes longer than the allocator
+        self._most_reserved = process_gpu_memory(device)
 
     def limit(self) -> float:
         """Returns `usable_gpu_memory` as it was when this object was made."""
@@ -143,6 +144,10 @@ class CUDAMemory:
     def reserved(self) -> int:
         """Returns the bytes that the allocator holds now, for tensors and cached."""
         return self._read("reserved_bytes", "current")
+
+    def unreserved(self) -> int:
+        """Returns the bytes that the allocator does not hold and may reserve, and those that are lent."""
+        return self._most_reserved - self.reserved() + self._lent.get(self._device, 0)
 
     def peak(self) -> int:
         """Returns the peak of allocated bytes since the last `reset_peak`, without those that are lent now."""

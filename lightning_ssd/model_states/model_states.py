@@ -54,6 +54,7 @@ from lightning_ssd.model_states.optimizers import (
 )
 from lightning_ssd.model_states.placement import RankStates, Setup
 from lightning_ssd.model_states.steps import (
+    DeviceStates,
     GradientArrivals,
     GradientClipping,
     RankReduction,
@@ -125,6 +126,7 @@ class ModelStates(Uncopied):
         records: records of `recover=True`.
         decision: the scale of each step.
         state_dicts: checkpoints.
+        device_states: optimizer states of several ranks on this one's device; None: there are none.
         closed: whether threads and hooks have ended.
 
     Args:
@@ -230,11 +232,13 @@ class ModelStates(Uncopied):
         self._last_micro_batch = setup.last_micro_batch
         self._reduction: RankReduction | None = None
         self._rank_steps: RankSteps | None = None
+        self.device_states: DeviceStates | None = None
         if ranks is not None:
             others = [(name, one) for name, one in module.named_parameters() if one not in self._flat_of]
             self._reduction = RankReduction(ranks.ranks, others, module.buffers)
             self._rank_steps = RankSteps(ranks, self.stores, offloaded.flat_optimizers, self.gradients, copies, worker)
             undo.callback(self._rank_steps.close)
+            self.device_states = self._rank_steps.device_states
         self.steps = StepScheduler(
             offloaded,
             self.gradients,
@@ -614,14 +618,6 @@ class ModelStates(Uncopied):
         self._prefetcher.check(flat)
         self._changed = True
 
-    def use_device(self, nbytes: int) -> None:
-        """Uses memory of the device that nothing else needs for optimizer states, until a call with fewer bytes.
-
-        Only states of several ranks use it. Called between two micro-batches.
-        """
-        if self._rank_steps is not None and self._rank_steps.device_states is not None:
-            self._rank_steps.device_states.use(nbytes)
-
     # ---- counters and sizes ----
 
     @property
@@ -689,6 +685,8 @@ class ModelStates(Uncopied):
                 shutdown.run(self._rank_steps.fetches.end)
         if self._ranks is not None and shutdown.failure is not None:
             self._ranks.ranks.messages.fail(shutdown.failure)  # other ranks wait, and jobs of this one for them
+        if self.device_states is not None:
+            shutdown.run(self.device_states.use, 0)
         shutdown.run(self._end)
         self._restore_model(shutdown)
         if self._ranks is not None and shutdown.failure is not None:

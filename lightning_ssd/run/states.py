@@ -52,7 +52,7 @@ from lightning_ssd.run.data_parallel import DataParallelStrategy
 from lightning_ssd.run.precision import autocast_dtype
 from lightning_ssd.run.setup import check_several_hosts, is_fitting, make_setup, planned_tiers
 from lightning_ssd.shutdown import Shutdown
-from lightning_ssd.sizes import parse_bytes
+from lightning_ssd.sizes import format_bytes, parse_bytes
 from lightning_ssd.summary import describe_activations, describe_resident, describe_states, describe_totals, join_lines
 from lightning_ssd.uncopied import Uncopied
 
@@ -118,6 +118,8 @@ class RunStates(Uncopied, StatesOwner):
         """Parameters and buffers that were built on `meta`, from `place_model` to `make`."""
         self._setup: Setup | None = None
         """Settings with which `model_states` were made."""
+        self._told_spare = False
+        """Whether a log line has told that the device has memory to spare."""
         self._undo: list[Callable[[], None]] = []
         """Functions that restore changed callbacks; called in reverse order."""
 
@@ -293,10 +295,22 @@ class RunStates(Uncopied, StatesOwner):
         if kind == "train":
             self.regroup()
         if self.model_states is not None:
-            if self._states_config.states == "auto" and self._states_config.gpu_memory == "auto":
-                planner = self.planner if kind == "train" else None
-                self.model_states.use_device(0 if planner is None else planner.spare_bytes)
+            self._use_spare_memory(self.model_states, kind)
             self.model_states.begin(kind)
+
+    def _use_spare_memory(self, states: ModelStates, kind: Literal["train", "evaluate"]) -> None:
+        """Has optimizer states of several ranks use memory of the device that a micro-batch does not need."""
+        chosen = self._states_config
+        if states.device_states is None or (chosen.states, chosen.gpu_memory) != ("auto", "auto"):
+            return
+        spare = self.planner.spare_bytes if kind == "train" and self.planner is not None else 0
+        states.device_states.use(spare)
+        if spare and not self._told_spare:
+            self._told_spare = True
+            pl.utilities.rank_zero_info(
+                f"ssd_offload: this device has {format_bytes(spare)} to spare: optimizer states that it owns move "
+                "there, and are stepped there, until a micro-batch may need the memory."
+            )
 
     def regroup(self) -> None:
         """Regroups offloaded parameters if user code has changed the optimizers' parameter groups.

@@ -18,7 +18,10 @@ from torch.utils.data import DataLoader
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.model_states import build
+from lightning_ssd.model_states.optimizers import StepInput
 from lightning_ssd.model_states.placement import RankStates, rank_states
+from lightning_ssd.model_states.steps import DeviceStates
+from lightning_ssd.model_states.units import FlatParameter
 from tests.support.delays import DELAYS, SlowCopies
 
 WIDTH = 256
@@ -45,9 +48,16 @@ class Net(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def train(clip: float | None) -> list[Tensor]:
+class NetOnDevices(Net):
+    """Optimizer states move to the devices of their owners, and back in one batch."""
+
+    def on_train_batch_start(self, batch: Tensor, index: int) -> None:
+        self.trainer.strategy.model_states.device_states.use(0 if index == 8 else 10**9)
+
+
+def train(clip: float | None, make: type[Net] = Net) -> list[Tensor]:
     torch.manual_seed(0)
-    module = Net()
+    module = make()
     how: dict[str, Any] = dict.fromkeys(
         ["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler"],
         False,
@@ -92,7 +102,19 @@ def differences() -> Iterator[str]:
         with little_room():
             if not all(map(torch.equal, train(0.1), expected)):
                 yield "sums differ with the timing"
-    if on_devices != [True, False, True, True, True, True]:
+    steps: list[bool] = []
+    step = DeviceStates.step
+
+    def observed_step(states: DeviceStates, flat: FlatParameter, given: StepInput) -> bool:
+        steps.append(step(states, flat, given))
+        return steps[-1]
+
+    DeviceStates.step = observed_step  # type: ignore[method-assign]
+    if not all(map(torch.equal, train(0.1, NetOnDevices), expected)):
+        yield "steps on devices differ"
+    if not any(steps):
+        yield "no step was made on a device"
+    if on_devices != [True, False, True, True, True, True, True]:
         yield f"sums were made on devices in {on_devices}"
 
 

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ssd import SSDOffloadStrategy
-from lightning_ssd.model_states import LazyTensor
+from lightning_ssd.autoplan import auto_plan
+from lightning_ssd.model_states import LazyTensor, StatesConfig
+from lightning_ssd.model_states.optimizers import StepInput
 from lightning_ssd.model_states.placement import RankStates, rank_states
+from lightning_ssd.model_states.steps.device_states import DeviceStates
 from lightning_ssd.model_states.units import FlatParameter
 from lightning_ssd.ranks import peer_memory
 from tests.ranks.hand_over import torn_hand_overs
@@ -59,6 +62,10 @@ class Net(pl.LightningModule):
         """Whether all parameters had memory, each time that memory of ranks was committed."""
         self.on_host = 0
         """Gradients that the device of another rank, or of this one, has read from host memory."""
+        self.on_device = 0
+        """Steps that the device of this rank has made."""
+        self.left = 0
+        """Times that all states have left the device."""
 
     def forward(self, x: Tensor, index: int) -> Tensor:
         for number in self.case.route(self.rank, index):
@@ -78,6 +85,10 @@ class Net(pl.LightningModule):
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         pass
 
+    def on_train_batch_start(self, batch: Tensor, index: int) -> None:
+        if self.case.room is not None and isinstance(self.trainer.strategy, SSDOffloadStrategy):
+            self.trainer.strategy.model_states.device_states.use(self.case.room(index))
+
     def on_train_batch_end(self, outputs: object, batch: Tensor, index: int) -> None:
         self.after_step(self.trainer.optimizers[0])
 
@@ -90,6 +101,15 @@ class ReadsGradients(Net):
 
     def read(self) -> list[Tensor | None]:
         return [None if one.grad is None else one.grad.detach().clone() for one in self.parameters()]
+
+
+class Watches(Net):
+    """Registers a hook, which may read gradients, after two batches."""
+
+    def on_train_batch_start(self, batch: Tensor, index: int) -> None:
+        super().on_train_batch_start(batch, index)
+        if index == 2:
+            self.head.weight.register_hook(lambda gradient: None)
 
 
 class ReadsWeights(ReadsGradients):
@@ -317,6 +337,10 @@ class Case:
     most_on_host: int | None = None
     """Most gradients that are copied to host memory: few, if all ranks compute them in the same order."""
     callback: Callable[[], pl.Callback] | None = None
+    room: Callable[[int], int] | None = None
+    """Returns the bytes of the device that may be lent in a batch; None: none are."""
+    spare: bool = False
+    """Whether the device has memory to spare, as `offload="auto"` finds."""
     trainer: dict[str, Any] = field(default_factory=dict)
     strategy: dict[str, Any] = field(default_factory=dict)
 
@@ -340,6 +364,7 @@ CASES = {
     "branches, gradients are read": Case(
         sgd, route=lambda rank, index: [0, 1 + (rank + index) % 2], module=ReadsGradients
     ),
+    "gradients may be read later": Case(module=Watches, trainer={"gradient_clip_val": 0.05}),
     "weights are read before the step": Case(route=lambda rank, index: [0, 1], module=ReadsWeights),
     "values are read": Case(module=Looks),
     "buffers": Case(module=Normalizes, trainer={"accumulate_grad_batches": 2}),
@@ -376,6 +401,18 @@ CASES = {
     "SSD, 16-mixed": Case(strategy={"states": "ssd"}, module=Overflows, scaled=True),
     "serial steps": Case(strategy={"overlap": "naive"}),
 }
+
+CASES["memory to spare"] = Case(
+    module=Validates, callback=pl.Callback, spare=True, strategy={"states": "auto"}, trainer={"gradient_clip_val": 0.05}
+)
+
+LENT = ("adamw", "fused", "clipped by norm", "clipped by value", "branches", "tied and frozen", "values are read",
+        "values are loaded", "weights are written", "moving average of weights", "16-mixed",
+        "gradients may be read later")  # fmt: skip
+"""Cases that are trained again with optimizer states on the devices of their owners."""
+
+CASES |= {f"{name}, on devices": replace(CASES[name], room=lambda index: 10**9) for name in LENT}
+CASES |= {f"{name}, on devices at times": replace(CASES[name], room=lambda index: index % 3 * 10**5) for name in LENT}
 
 
 def batches(rank: int) -> list[Tensor]:
@@ -416,14 +453,32 @@ def train_by(strategy: pl.strategies.Strategy, case: Case) -> tuple[Net, dict[st
         module.on_host += 1
         release(states, flat)
 
+    step = DeviceStates.step
+
+    def observed_step(states: DeviceStates, flat: FlatParameter, given: StepInput) -> bool:
+        made = step(states, flat, given)
+        module.on_device += made
+        return made
+
+    use_device = DeviceStates.use
+
+    def observed_use(states: DeviceStates, nbytes: int) -> None:
+        module.left += not nbytes and any(map(states.steps, states._optimizers))
+        use_device(states, nbytes)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeviceStates, "step", observed_step)
+        patch.setattr(DeviceStates, "use", observed_use)
         patch.setattr(RankStates, "commit", observed)
         patch.setattr(RankStates, "release", counted)
         patch.setattr(rank_states, "LEAST_PEER_BYTES", 0)  # room for two gradients: ranks wait for each other's
         if case.module is Meets:
             patch.setattr(peer_memory, "PATIENCE_SECONDS", 0.0)
-        if case.module in (RunsOut, MayRunOut):
+        if case.module in (RunsOut, MayRunOut) or case.spare:
             use(Meter(1e9, 10**6), patch)
+        if case.spare:
+            patch.setattr(auto_plan, "PROVEN", 1)
+            patch.setattr(StatesConfig, "resident_budget", lambda *_, **how: 0.0)
         trainer.fit(module, loader, loader if case.module is Validates else None)
     (optimizer,) = trainer.optimizers
     return module, optimizer.state_dict()
@@ -511,6 +566,11 @@ def differences(case: Case) -> Iterator[str]:
     most = case.most_on_host if os.environ.get("NCCL_P2P_DISABLE") != "1" else None
     if most is not None and ours.on_host > most:
         yield f"{ours.on_host} gradients were copied to host memory"
+    lent = case.room is not None or case.spare
+    if bool(ours.on_device) != (lent and case.trainer.get("gradient_clip_algorithm") != "value"):
+        yield f"{ours.on_device} steps were made on the device"
+    if case.spare and ours.left != 3:  # before both validations, and at the end
+        yield f"states have left the device {ours.left} times"
     if any(ours.whole_at_commit):
         yield "a model has had its memory while that of its states was committed"
     offloaded = [one for one in ours.parameters() if one.nbytes >= 1024]

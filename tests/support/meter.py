@@ -29,6 +29,9 @@ class Meter:
     def peak(self) -> int:
         return self.highest
 
+    def unreserved(self) -> int:
+        return int(self.most) - self.highest
+
     def reset_peak(self) -> None:
         return None
 

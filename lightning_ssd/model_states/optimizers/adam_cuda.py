@@ -65,7 +65,9 @@ def has_cuda_step(device: torch.device) -> bool:
     items = kernel.items([ElementSpan(0, numel)])
     for decoupled in (True, False):
         options = CHECKED_OPTIONS | {"fused": True, "foreach": False, "decoupled_weight_decay": decoupled}
-        host = [torch.randn(numel, generator=generator, dtype=torch.float32), *torch.zeros(2, numel).unbind()]
+        # Dtypes are explicit, because the training thread may have changed the default.
+        host = list(torch.zeros(3, numel, dtype=torch.float32).unbind())
+        host[0].normal_(generator=generator)
         ours = [values.to(device) for values in host]
         for step in (1, 2, 3):
             gradient = torch.randn(numel, generator=generator, dtype=torch.float32)

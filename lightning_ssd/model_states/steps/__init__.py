@@ -19,6 +19,7 @@ The modules, in the order in which they are best read:
 - `optimizer_hooks`: hooks on `step` and `zero_grad` of the user's optimizers.
 """
 
+from lightning_ssd.model_states.steps.device_states import DeviceStates
 from lightning_ssd.model_states.steps.gradient_arrivals import GradientArrivals
 from lightning_ssd.model_states.steps.gradient_clipping import GradientClipping, unscale_as_optimizer
 from lightning_ssd.model_states.steps.optimizer_hooks import hook_step, hook_zero_grad, keep_last

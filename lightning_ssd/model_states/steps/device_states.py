@@ -1,8 +1,9 @@
 """`DeviceStates`: optimizer states on the device of their flat parameter's owner, while it has memory to spare."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,12 +28,17 @@ from lightning_ssd.waits import wait_for_all
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class _Held(NamedTuple):
-    """Values of a flat parameter on the device, fp32: master weights and both moments."""
+@dataclass(eq=False)
+class _Part:
+    """Values of some elements of a flat parameter on the device, fp32.
 
-    masters: Tensor
-    first: Tensor
-    second: Tensor
+    Attributes:
+        start: number of the first element.
+        values: master weights and both moments. A step replaces the tensors.
+    """
+
+    start: int
+    values: tuple[Tensor, Tensor, Tensor]
 
 
 class DeviceStates:
@@ -74,9 +80,11 @@ class DeviceStates:
             for flat, one in flat_optimizers.items()
             if isinstance(one, AdamOptimizer) and _is_supported(stores[flat])
         }
+        self._begun = False
+        """Whether memory was to be used before."""
         self._lent: dict[FlatParameter, None] = {}
         """Flat parameters that are stepped on the device from now on."""
-        self._held: dict[FlatParameter, _Held] = {}
+        self._held: dict[FlatParameter, list[_Part]] = {}
 
     # ---- room on the device ----
 
@@ -89,6 +97,12 @@ class DeviceStates:
         Args:
             nbytes: bytes that nothing else needs.
         """
+        on_cuda = self._copies.device.type == "cuda"
+        if nbytes and not self._begun and on_cuda:
+            # The allocator holds memory of the first steps, which later ones may not need.
+            torch.cuda.empty_cache()
+            self._begun = True
+            return
         leaving: list[FlatParameter] = []
         used = 0
         for flat in self._optimizers:
@@ -104,7 +118,7 @@ class DeviceStates:
             # A step of one of them may be about to move it to the device: its job is before this one, or finds that it
             # may not.
             wait_for_all([self._submit_home(flat) for flat in leaving], "optimizer states on the device")
-            if self._copies.device.type == "cuda":
+            if on_cuda:
                 torch.cuda.empty_cache()  # of another stream, which the training would not use
                 torch.cuda.reset_peak_memory_stats(self._copies.device)
 
@@ -133,67 +147,76 @@ class DeviceStates:
 
     def step(self, flat: FlatParameter, given: StepInput) -> bool:
         """Makes a step, and writes the new compute weights to host memory, or returns False if the CPU has to."""
-        optimizer, gradient = self._optimizers[flat], given.gradient
-        assert isinstance(gradient, RankMean)
-        mean, *others = gradient.sources  # which has been written to host memory
-        assert not others and gradient.share == 1.0
+        optimizer, mean = self._optimizers[flat], given.gradient
+        if isinstance(mean, RankMean):  # of one source: it has been written
+            (mean,) = mean.sources
         on_cuda = self._copies.device.type == "cuda"
         settings = optimizer.device_settings(given)
         if settings is None or flat not in self._lent or (on_cuda and not has_cuda_step(self._copies.device)):
             return False
         read, written = self._sums.begin()
-        held = self._held.get(flat) or self._move(flat)
-        if held is None:
+        parts = self._held.get(flat) or self._move(flat, read.numel() if on_cuda else flat.numel)
+        if parts is None:
             return False
         weights = self._staged(flat).weights
         if not on_cuda:
-            own = held.masters if weights.dtype == torch.float32 else weights
-            staged = StagedState(own, held.masters, None, dict(zip(MOMENTS, held[1:], strict=True)))
+            ((masters, *moments),) = [part.values for part in parts]
+            own = masters if weights.dtype == torch.float32 else weights
+            staged = StagedState(own, masters, None, dict(zip(MOMENTS, moments, strict=True)))
             do_together([StepWork(flat.name, optimizer.begin_step(given, staged), 0.0)])
-            if own is held.masters:
+            if own is masters:
                 weights.copy_(own)
             return True
-        for low in range(0, flat.numel, read.numel()):
-            part = _Held(*[values[low : low + read.numel()] for values in held])
-            numel = part.masters.numel()
-            self._copies.copy(read.data_ptr(), mean[low:].data_ptr(), read[:numel].nbytes)
-            stepped = cuda_step(read[:numel], part.masters, (part.first, part.second), settings)
-            for old, new in zip(part, stepped, strict=True):
-                old.copy_(new)
-            rounded = written.view(flat.dtype)[:numel].copy_(part.masters)
-            self._copies.copy(weights[low:].data_ptr(), rounded.data_ptr(), rounded.nbytes)
+        rounded = written.view(flat.dtype)
+        sizes = read.element_size(), rounded.element_size()
+        for part in parts:
+            masters, *moments = part.values
+            numel = masters.numel()
+            self._copies.copy(read.data_ptr(), mean.data_ptr() + part.start * sizes[0], numel * sizes[0])
+            part.values = cuda_step(read[:numel], masters, (moments[0], moments[1]), settings)
+            rounded[:numel].copy_(part.values[0])
+            self._copies.copy(weights.data_ptr() + part.start * sizes[1], rounded.data_ptr(), numel * sizes[1])
         self._sums.end()
         return True
 
     def home(self, flat: FlatParameter) -> None:
         """Copies the values of `flat` to host memory, and frees those on the device."""
-        held, staged = self._held.get(flat), self._staged(flat)
-        if held is None:
+        parts, staged = self._held.get(flat), self._staged(flat)
+        if parts is None:
             return
         self._sums.begin()
-        for name, values in zip(MOMENTS, held[1:], strict=True):
-            staged.states[name].copy_(values)
-        assert staged.master is not None
-        if staged.master is not staged.weights:
-            staged.master.copy_(held.masters)
-        del self._held[flat], held
+        arrays = _arrays(staged)
+        for part in parts:
+            for array, values in zip(arrays, part.values, strict=True):
+                if array is not staged.weights:  # which each step writes
+                    array[part.start : part.start + values.numel()].copy_(values)
+        del self._held[flat], parts
         lend(self._copies.device, -_nbytes(flat))
 
-    def _move(self, flat: FlatParameter) -> _Held | None:
-        """Copies the values of `flat` to the device; None: there is no memory."""
-        staged = self._staged(flat)
+    def _move(self, flat: FlatParameter, size: int) -> list[_Part] | None:
+        """Copies the values of `flat` to the device, in parts of `size` elements; None: there is no memory."""
+        arrays, device = _arrays(self._staged(flat)), self._copies.device
+        parts: list[_Part] = []
         try:
-            values = [staged.masters(), *[staged.states[name] for name in MOMENTS]]
-            held = _Held(*[torch.empty_like(one, device=self._copies.device).copy_(one) for one in values])
+            for start in range(0, flat.numel, size):
+                masters, first, second = [array[start : start + size].to(device, copy=True) for array in arrays]
+                parts.append(_Part(start, (masters, first, second)))
         except torch.OutOfMemoryError:
             self._lent.pop(flat, None)
             return None
-        self._held[flat] = held
-        lend(self._copies.device, _nbytes(flat))
-        return held
+        self._held[flat] = parts
+        lend(device, _nbytes(flat))
+        return parts
 
     def _staged(self, flat: FlatParameter) -> StagedState:
         return self._stores[flat].buffers.stage_in_place(step=True).result()
+
+
+def _arrays(staged: StagedState) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns master weights and both moments in host memory."""
+    assert staged.master is not None
+    first, second = [staged.states[name] for name in MOMENTS]
+    return staged.master, first, second
 
 
 def _nbytes(flat: FlatParameter) -> int:

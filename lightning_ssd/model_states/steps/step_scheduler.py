@@ -279,11 +279,11 @@ class StepScheduler:
         """
         if self._overlap == "naive":
             return step.serial([on_host, *ready])
-        if speculated is not None:
-            return step.speculative(speculated, on_host, ready)
         on_device = None if self._ranks is None else self._ranks.device_states
         if on_device is not None and on_device.steps(flat):
             return step.on_device([on_host, *ready, self._released], on_device)
+        if speculated is not None:
+            return step.speculative(speculated, on_host, ready)
         return step.deferred(
             [on_host, *ready, self._released],
             weights_first=self._overlap == "optimized"
