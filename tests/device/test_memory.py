@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ssd.device import CUDAMemory, available_memory, process_gpu_memory, process_ram, usable_gpu_memory
+from lightning_ssd.device import (
+    CUDAMemory,
+    allocator_memory,
+    available_memory,
+    lend,
+    process_gpu_memory,
+    process_ram,
+    usable_gpu_memory,
+)
 from lightning_ssd.device.memory import FRAGMENTS, GPU_USABLE
 from lightning_ssd.model_states import StatesConfig
 from tests.support.files import write_files
@@ -80,6 +88,15 @@ def test_the_allocators_state_equals_torchs_report(gpu: Any, monkeypatch: pytest
     memory = CUDAMemory(GPU)
     assert (memory.allocated(), memory.peak(), memory.reserved()) == (3, 7, 5)
     assert (torch.cuda.memory_allocated(GPU), torch.cuda.max_memory_allocated(GPU)) == (3, 7)
+    meter = allocator_memory(GPU)
+    assert meter is not None
+    before = meter.unreserved()
+    lend(GPU, 2)
+    try:
+        assert (meter.allocated(), meter.peak(), meter.reserved(), meter.unreserved() - before) == (1, 5, 5, 2)
+        assert memory.allocated() == 3, "copies count lent bytes, as they are in use"
+    finally:
+        lend(GPU, -2)
 
 
 def _version_2(folder: str, limit: int | str, used: int) -> dict[str, str]:
