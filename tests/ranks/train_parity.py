@@ -407,7 +407,7 @@ CASES["memory to spare"] = Case(
 )
 
 LENT = ("adamw", "fused", "clipped by norm", "clipped by value", "branches", "tied and frozen", "values are read",
-        "values are loaded", "weights are written", "moving average of weights", "16-mixed",
+        "values are loaded", "weights are written", "moving average of weights",
         "gradients may be read later")  # fmt: skip
 """Cases that are trained again with optimizer states on the devices of their owners."""
 

@@ -339,12 +339,12 @@ class AdamOptimizer(ElementwiseOptimizer):
         _, _, settings = found
         return _has_whole_masters(staged) or bool(settings.decoupled)
 
-    def device_settings(self, given: StepInput) -> KernelSettings | None:
-        """Returns the numbers of a step that `cuda_step` makes; None: it makes no such step."""
+    def device_settings(self, given: StepInput, staged: StagedState) -> KernelSettings | None:
+        """Returns the numbers of a step that `cuda_step` makes as adam.c would; None: adam.c, or one call, does not."""
         if len(set(self._steps)) != 1 or not all(given.has_grad):
             return None
-        settings = settings_of(self._given_on_cpu(given).options, "fused", self._steps[0] + 1, given.scale)
-        return settings if settings is not None and follows_torch(settings) else None
+        found = self._kernel_of(self._given_on_cpu(given), staged, self._steps[0])
+        return None if found is None else found[2]
 
     def _kernel_of(
         self, given: StepInput, staged: StagedState, steps: int

@@ -151,7 +151,7 @@ class DeviceStates:
         if isinstance(mean, RankMean):  # of one source: it has been written
             (mean,) = mean.sources
         on_cuda = self._copies.device.type == "cuda"
-        settings = optimizer.device_settings(given)
+        settings = optimizer.device_settings(given, self._staged(flat))
         if settings is None or flat not in self._lent or (on_cuda and not has_cuda_step(self._copies.device)):
             return False
         read, written = self._sums.begin()
@@ -225,5 +225,5 @@ def _nbytes(flat: FlatParameter) -> int:
 
 def _is_supported(store: StateStore) -> bool:
     layout = store.layout
-    exact = layout.moments == "fp32" and not layout.split
+    exact = layout.moments == "fp32" and not layout.split and layout.flat.dtype in (torch.float32, torch.bfloat16)
     return exact and layout.steps and layout.versions == 1 and store.buffers.in_memory
