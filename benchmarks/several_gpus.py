@@ -12,7 +12,7 @@ Modes:
   ddp      Lightning's own `ddp`, everything on the GPUs
   fits     `ssd_offload` with `states="gpu"`: torch's DDP, the same activations
   host     `states="host"`: one copy of the states in host memory for all GPUs
-  default  `ssd_offload` with default arguments
+  default  `ssd_offload` with default arguments: after 16 steps, states move to GPU memory that is left (`warm-up=40`)
   deepspeed, fsdp  the peers of `rank_peers`
 Options:
   clip             gradients are clipped to norm 1
@@ -31,7 +31,7 @@ since the processes began. Seconds of rank 0: `imports` from its start, `launch`
 `states` until the first batch, `first` step, `end` of fit. Results are printed as they come, so that a training that a
 limit ends has a row of the steps and seconds until then.
 
-Bound, of `host` and `default` with the `machine` of the same shape, batch and GPUs: the largest of these seconds.
+Bound, if all states are in host memory, of `host` and `default` with the `machine` of the same shape, batch and GPUs: the largest of these seconds.
 
   compute   forward and backward
   DRAM      the least bytes a parameter that cross the host's memory, by the faster one of two rates, a copy's and the
@@ -156,12 +156,13 @@ def train(case: dict[str, Any], devices: int, path: str) -> None:
         def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
             super().on_train_end(trainer, pl_module)
             ends.append(seconds_of_process())
+            peaks.append(gpu_peak())  # which states that leave the GPU reset
 
         def result(self, module: pl.LightningModule, *, partial: bool) -> dict[str, Any]:
             steps = self.seconds(case["warm-up"])
             result = {
                 "parameters": sum(parameter.numel() for parameter in module.parameters()),
-                "gpu_peak": torch.cuda.max_memory_allocated() if cuda else 0,
+                "gpu_peak": peaks[-1] if peaks else gpu_peak(),
                 "seconds": seconds,
                 "p2p": devices > 1 and os.environ.get("NCCL_P2P_DISABLE") != "1",
                 "machine": f"{devices} of {torch.cuda.device_count()} "
@@ -170,6 +171,9 @@ def train(case: dict[str, Any], devices: int, path: str) -> None:
             result |= {"step": statistics.median(steps), "steps": steps} if steps else {}
             return result | ({"partial": True} if partial else {})
 
+    def gpu_peak() -> int:
+        return torch.cuda.max_memory_allocated() if cuda else 0
+
     def note(phase: str) -> None:
         """Notes the seconds of a phase that ends now."""
         ends.append(seconds_of_process())
@@ -177,6 +181,7 @@ def train(case: dict[str, Any], devices: int, path: str) -> None:
 
     cuda = torch.cuda.is_available()  # else the benchmark is tried out
     seconds: dict[str, float] = {}
+    peaks: list[int] = []
     ends = [0.0]
     note("imports")
 
