@@ -31,7 +31,8 @@ since the processes began. Seconds of rank 0: `imports` from its start, `launch`
 `states` until the first batch, `first` step, `end` of fit. Results are printed as they come, so that a training that a
 limit ends has a row of the steps and seconds until then.
 
-Bound, if all states are in host memory, of `host` and `default` with the `machine` of the same shape, batch and GPUs: the largest of these seconds.
+Bound of `host` and `default`, if all states are in host memory, with the `machine` of the same shape, batch and GPUs:
+the largest of these seconds.
 
   compute   forward and backward
   DRAM      the least bytes a parameter that cross the host's memory, by the faster one of two rates, a copy's and the
