@@ -31,6 +31,7 @@ from lightning_ssd.model_states import (
     states_in_memory,
 )
 from lightning_ssd.planning import (
+    MIN_LEAVE_GAIN,
     FixedPlacement,
     HardwareProfile,
     ModelProfile,
@@ -242,7 +243,8 @@ def plan_as_configured(config: Any, model: ModelProfile, hardware: HardwareProfi
     """Returns the plan of a run without a user's `SwapPlanner`.
 
     With `states="auto"` and `offload="auto"`, offloaded model states are planned together with saved tensors, as the
-    default's planner moves them. Otherwise they are in the tiers of `configured_tiers`. With `offload="auto"` saved
+    default's planner moves them, and so are states on the GPU if they leave too little room. Otherwise they are in the
+    tiers of `configured_tiers`. With `offload="auto"` saved
     tensors are kept if all fit, and planned otherwise. With `"none"` they are kept. With `"ssdtrain"`, or an amount,
     they are offloaded up to the bytes that the link transfers during a forward.
 
@@ -264,8 +266,12 @@ def plan_as_configured(config: Any, model: ModelProfile, hardware: HardwareProfi
         room = {"host": max(0, min(transferred, int(hardware.host_bytes - in_host)))}
     plan = default_plan(model, placement, room, default_window(model, placement.weights))
     if amount == "auto" and simulate(model, hardware, plan).excess_bytes(hardware):
-        crowded = movable and _states_bytes(model) > GPU_SHARE * hardware.gpu_bytes
-        return make_plan(model, hardware, fixed=None if crowded else placement)
+        plan = make_plan(model, hardware, fixed=placement)
+        if movable:
+            other = make_plan(model, hardware)
+            present, moved = simulate(model, hardware, plan), simulate(model, hardware, other)
+            faster = moved.step_seconds <= (1 - MIN_LEAVE_GAIN) * present.step_seconds
+            return other if faster or present.excess_bytes(hardware) else plan
     return plan
 
 

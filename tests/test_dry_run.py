@@ -15,8 +15,17 @@ from torch import Tensor, nn
 
 from lightning_ssd import cli, dry_run
 from lightning_ssd.model_states import GPU_SHARE, MOVABLE_GPU_SHARE, bytes_on_device
-from lightning_ssd.planning import HardwareProfile, ModelProfile, Plan, make_plan, resident_bytes, simulate
+from lightning_ssd.planning import (
+    FixedPlacement,
+    HardwareProfile,
+    ModelProfile,
+    Plan,
+    make_plan,
+    resident_bytes,
+    simulate,
+)
 from lightning_ssd.recipes import read_recipe
+from tests.support.profiles import GB, make_model
 from tests.support.transformer import transformer_profile
 
 ROOT = Path(__file__).parents[1]
@@ -380,3 +389,17 @@ def test_the_default_keeps_what_fits_and_plans_the_rest() -> None:
     peak = simulate(model, H100, kept).gpu_peak_bytes
     short = planned(0.8 * peak, states="gpu")
     assert not short.keeps_all and simulate(model, H100, short).gpu_peak_bytes <= 0.8 * peak
+
+
+@pytest.mark.parametrize(("room", "leave"), [(1.05, False), (0.95, True)])
+def test_states_on_the_gpu_are_offloaded_where_no_plan_fits_beside_them(room: float, leave: bool) -> None:
+    """They take less than `GPU_SHARE` of the memory."""
+    model = make_model(8, saved=2 * GB, inputs=2 * GB, parameters=GB // 20, forward=0.1)
+    config: Any = {"trainer": {"strategy": {"class_path": "SSDOffloadStrategy", "init_args": {}}}}
+    fixed = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
+    least = simulate(model, H100, make_plan(model, replace(H100, gpu_bytes=1), fixed=fixed)).gpu_peak_bytes
+    machine = replace(H100, gpu_bytes=int(room * least))
+    assert sum(part.resident_bytes for _, part in model.parts) < GPU_SHARE * machine.gpu_bytes
+    plan = dry_run.plan_as_configured(config, model, machine)
+    assert any(part.offloaded for part in plan.parts(model)) == leave
+    assert not simulate(model, machine, plan).excess_bytes(machine)

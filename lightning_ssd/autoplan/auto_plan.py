@@ -11,7 +11,6 @@ A training has these phases. All methods are called on the training thread.
 A micro-batch that runs out of memory is run again in any phase (`save_memory`, `restart_after_offload`).
 """
 
-import contextlib
 from collections import Counter
 from dataclasses import replace
 from typing import Any, Literal
@@ -42,6 +41,7 @@ from lightning_ssd.autoplan.protocol import Training
 from lightning_ssd.autoplan.recompilation import Recompilation
 from lightning_ssd.autoplan.unplanned_checkpoints import UnplannedCheckpoints
 from lightning_ssd.device import FRAGMENTS
+from lightning_ssd.remedies import SMALLER
 from lightning_ssd.sizes import format_bytes
 from lightning_ssd.uncopied import Uncopied
 
@@ -380,10 +380,6 @@ class AutoPlan(Uncopied):
         if held := self._training.offloader.host_bytes:
             reason += f". Until a plan is in force, those that are offloaded take {format_bytes(held)} of host memory"
         self._log(f"plans which saved tensors are kept, offloaded and recomputed: {reason}")
-        owner = self._training.owner
-        if owner is not None and owner.states_need_most_memory():
-            with contextlib.suppress(ValueError):
-                owner.make_states_movable()  # plans can move them then, if they take most of the device
         meter = known.limit.meter
         options = PlanOptions(gpu_memory=f"{int(meter.limit())}B", warm_up=1)
         # The user has added no planner, and expects no metrics of one.
@@ -505,15 +501,17 @@ class AutoPlan(Uncopied):
     def _plan_smaller(self, known: KnownMemory, cycle: PlanCycle) -> None:
         """Has steps after one that ran out of memory need less."""
         if self._failed_profiles < MAX_FAILED_PROFILES:
-            cycle.plan_smaller()
-            return
-        if cycle.measuring and cycle.checkpoint_all():
+            if cycle.measuring or cycle.plan_smaller():
+                return
+            self._obstacle = f"no plan needs less memory than one that has run out of it. {SMALLER}"
+        elif cycle.measuring and cycle.checkpoint_all():
             self._training.inform(
                 "offload='auto': checkpoints all units that may be, as profiling needs more memory than there is."
             )
             return
+        else:
+            self._obstacle = "profiling needs more memory than there is"
         self._close_plan()
-        self._obstacle = "profiling needs more memory than there is"
         self._offload_excess(self._obstacle)
         offloader = self._training.offloader
         placement = OffloadExcess(tuple(offloader.tiers), known.limit)

@@ -107,14 +107,18 @@ class PlanCycle(ProfiledSteps):
         self._meter = meter
         self._logs_metrics = logs_metrics
         self._recompilation = recompilation
-        state_format = None if training.states is None else training.state_format
-        machine = options.machine or measure_training_machine(training.offloader, state_format)
+        owner = training.owner
+        may_offload = training.states is not None or (owner is not None and owner.can_move_states())
+        machine = options.machine or measure_training_machine(
+            training.offloader, training.state_format if may_offload else None
+        )
         self._maker = PlanMaker(options, machine, training.offloader.device)
         self.keeps_excess = keeps_excess
         if not keeps_excess:
             offload_all(training.offloader)
         self._states_moved = False
-        """Whether model states were moved in this training: once, and back if the device lacks memory then."""
+        """Whether model states were moved in this training: once, and back if the device lacks memory then, or again if
+        no plan fits with their tiers after a step has run out of memory."""
         self._unmoved: Plan | None = None
         """Plan for the tiers before a move that has put more on the device; `None`: states are not to be moved back."""
         self._recorded = RecordedBatch(training.module.parameters())
@@ -313,19 +317,30 @@ class PlanCycle(ProfiledSteps):
             plan = self._maker.make(runner)
         if self._recompilation is not None and self._recompilation.choose(runner, plan):
             return
-        owner = self.training.owner
-        if owner is not None and not self._states_moved and owner.can_move_states():
-            elsewhere = self._maker.make_elsewhere(runner, plan)
-            if elsewhere is not None:
-                self._states_moved = True
-                num_resident = runner.placement.weights.count("gpu")
-                predicted = simulate(runner.profile, runner.hardware, elsewhere)
-                report_move(self.training, elsewhere, predicted)
-                runner = self._move_states(runner, owner, elsewhere)
-                self._unmoved = plan if runner.placement.weights.count("gpu") > num_resident else None
-                plan = self._maker.make_moved(runner, elsewhere, predicted)
         self._fitted = False
-        self._apply(runner, plan)
+        self._apply(*self._place(runner, plan))
+
+    def _place(self, runner: PlanRunner, plan: Plan) -> tuple[PlanRunner, Plan]:
+        """Moves model states, unless they were moved before, if another placement than that of a new plan is better.
+
+        Returns:
+            The runner for the placement, and the plan for it.
+        """
+        owner = self.training.owner
+        if owner is None or self._states_moved or not owner.can_move_states():
+            return runner, plan
+        if self.training.states is None:
+            runner.profile = replace(runner.profile, param_budget_bytes=owner.param_budget())
+        elsewhere = self._maker.make_elsewhere(runner, plan)
+        if elsewhere is None:
+            return runner, plan
+        self._states_moved = True
+        num_resident = runner.placement.weights.count("gpu")
+        predicted = simulate(runner.profile, runner.hardware, elsewhere)
+        report_move(self.training, elsewhere, predicted)
+        runner = self._move_states(runner, owner, elsewhere)
+        self._unmoved = plan if runner.placement.weights.count("gpu") > num_resident else None
+        return runner, self._maker.make_moved(runner, elsewhere, predicted)
 
     def _apply(self, runner: PlanRunner, plan: Plan) -> None:
         """Puts a plan in force."""
@@ -397,26 +412,39 @@ class PlanCycle(ProfiledSteps):
                 return
         self._make_rows(runner)
 
-    def plan_smaller(self) -> None:
-        """Plans with less GPU memory, if there is a plan, because a step has run out of memory.
+    def plan_smaller(self) -> bool:
+        """Plans with less GPU memory, because a step has run out of memory under the plan in force.
 
-        States that the plan has moved to the GPU are moved back first.
+        States that the plan has moved to the GPU are moved back first. Later, states are moved from the GPU if no plan
+        fits else. If none fits there either, the next plan needs less memory than the one that has failed.
+
+        Returns:
+            False if there is no such plan. Then the plan in force should end.
         """
         runner, owner = self.runner, self.training.owner
-        if runner is None or self.measuring:
-            return
+        assert runner is not None
+        failed = runner.prediction
+        assert failed is not None
         self._fitted = True
         if self._unmoved is not None and owner is not None and owner.can_move_states():
             self.training.inform("SwapPlanner: a step has run out of memory: model states are moved back.")
             unmoved, self._unmoved = self._unmoved, None
             runner = self._move_states(runner, owner, unmoved)
             self._apply(runner, self._maker.make(runner))
-            return
-        if not self._maker.reserve_more(runner):
-            return
+            return True
+        fits = not failed.excess_bytes(runner.hardware)
+        if not self._maker.reserve_more(runner) and fits:
+            return True
         limit = format_bytes(runner.hardware.gpu_bytes)
         self.training.inform(f"SwapPlanner: a step has run out of memory: planning again with {limit} of the GPU.")
-        self._apply(runner, self._maker.make(runner))
+        plan = self._maker.make(runner)
+        if simulate(runner.profile, runner.hardware, plan).excess_bytes(runner.hardware):
+            self._states_moved = False  # more of them may have to be moved
+        runner, plan = self._place(runner, plan)
+        smaller = self._maker.make_smaller(runner, plan, failed)
+        if smaller is not None:
+            self._apply(runner, smaller)
+        return smaller is not None
 
     def checkpoint_all(self) -> bool:
         """Ends the profile, as there is no memory for it, and checkpoints all units that may be from the next step on.

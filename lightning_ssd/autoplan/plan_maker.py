@@ -1,6 +1,7 @@
 """`PlanMaker`: the plans of a training, within the memory that it may use."""
 
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 
 import torch
@@ -9,6 +10,7 @@ from lightning_ssd.activations import ActivationOffloader
 from lightning_ssd.autoplan.plan_runner import PlanRunner
 from lightning_ssd.device import usable_gpu_memory
 from lightning_ssd.planning import (
+    MIN_LEAVE_GAIN,
     FixedPlacement,
     HardwareProfile,
     ModelProfile,
@@ -41,11 +43,8 @@ MIN_MOVE_GAIN = 0.02
 stayed in host memory in 20 GiB (H200), for 0.690 s a step in place of 0.492 s on another host: if the CPU is measured
 while other programs are idle, a move seems to save less than it does later."""
 
-MIN_LEAVE_GAIN = 0.25
-"""Share of a step that another placement of model states must save if all states are on the GPU now, and there is a
-plan with which they may stay there. It is larger than `MIN_MOVE_GAIN`, because times of states in host memory are
-predicted from a profile without any: a step predicted at 0.158 s took 0.222 s (BERT with 0.94B parameters, H100), and
-staying was predicted at 0.171 s."""
+LESS = 0.01
+"""Share of its GPU memory by which the plan after one that did not fit, and has run out of memory, needs less."""
 
 
 @dataclass(frozen=True)
@@ -189,9 +188,10 @@ class PlanMaker:
     def make_elsewhere(self, runner: PlanRunner, present: Plan) -> Plan | None:
         """Returns a plan that places model states otherwise and fits, if it should be applied.
 
-        A plan of a paper's planner should always be applied, because the paper's rule for activations assumes its
-        placement of model states. A holistic plan should be applied if it is faster than the present one by
-        `MIN_MOVE_GAIN` or `MIN_LEAVE_GAIN`, or if the present one does not fit.
+        A plan of a paper's planner should be applied if states are offloaded, because the paper's rule for activations
+        assumes its placement of model states. A holistic plan should be applied if it is faster than the present one by
+        `MIN_MOVE_GAIN` or `MIN_LEAVE_GAIN`, or if the present one does not fit. If all states are on the GPU, where no
+        plan fits, it need not fit either: their memory is freed.
 
         Args:
             runner: runner with the profiles.
@@ -200,11 +200,18 @@ class PlanMaker:
         if self.options.plan is not None or self.options.least:
             return None
         prediction = simulate(runner.profile, runner.hardware, present)
+        excess = prediction.excess_bytes(runner.hardware)
         holistic = self.options.planner == "holistic"
         tiers = {*runner.placement.weights, *runner.placement.states}
         resident = tiers == {"gpu"}
-        fits = not prediction.excess_bytes(runner.hardware)
-        if holistic and fits and not resident and "ssd" not in tiers:
+        if resident and not holistic:
+            return None
+        gain = MIN_LEAVE_GAIN if resident else MIN_MOVE_GAIN
+        most_seconds = inf if excess else (1 - gain) * prediction.step_seconds
+        model = runner.profile
+        if holistic and model.micro_batches * (model.forward_seconds + model.backward_seconds) > most_seconds:
+            return None  # no plan is faster, and the search takes long
+        if holistic and not excess and not resident and "ssd" not in tiers:
             # Only moves to the device could be faster, by at most the share of the states that moves. They have
             # most room if all units are checkpointed. The search takes as long as that for the present plan: half of
             # the longest step after the first.
@@ -217,15 +224,32 @@ class PlanMaker:
         # The training will step as it does now, and the present plan is predicted so.
         plan = make_plan(runner.profile, runner.hardware, self.options.planner, None, runner.placement.clip)
         better = simulate(runner.profile, runner.hardware, plan)
-        if better.excess_bytes(runner.hardware):
+        still = better.excess_bytes(runner.hardware)
+        if still and still >= (excess if resident else 0):
             return None
         if not holistic:
             same = runner.placement.apply(runner.profile, plan).units == plan.units
             return None if same else plan
-        if not fits:
+        return plan if better.step_seconds <= most_seconds else None
+
+    def make_smaller(self, runner: PlanRunner, plan: Plan, failed: Prediction) -> Plan | None:
+        """Returns a plan for steps after one that has run out of memory; `None`: none needs less memory.
+
+        A plan that does not fit is made for the limit, whatever it exceeds it by, so that it may be that of the failed
+        step. The result needs less than that by `LESS`.
+
+        Args:
+            runner: runner with the profiles.
+            plan: a new plan, which is the result if it fits.
+            failed: prediction for the plan of the failed step.
+        """
+        model, hardware = runner.profile, runner.hardware
+        most = int((1 - LESS) * failed.gpu_peak_bytes)
+        prediction = simulate(model, hardware, plan)
+        if not prediction.excess_bytes(hardware) or prediction.gpu_peak_bytes <= most:
             return plan
-        gain = MIN_LEAVE_GAIN if resident else MIN_MOVE_GAIN
-        return plan if better.step_seconds <= (1 - gain) * prediction.step_seconds else None
+        plan = make_plan(model, replace(hardware, gpu_bytes=most), self.options.planner, runner.placement)
+        return plan if simulate(model, hardware, plan).gpu_peak_bytes <= most else None
 
     def make_moved(self, runner: PlanRunner, plan: Plan, predicted: Prediction) -> Plan:
         """Returns the plan after model states were moved to their tiers in `plan`, for which they are profiled anew.

@@ -39,26 +39,19 @@ class StatesOwner(Protocol):
     """Name of the user's callback that plans saved tensors, for log lines; `None`: there is none."""
 
     def can_move_states(self) -> bool:
-        """Returns whether `move_states` may be called: states are offloaded, and the user chose no tiers."""
+        """Returns whether `move_states` may be called: the user chose no tiers, and states are or can be offloaded."""
 
-    def states_need_most_memory(self) -> bool:
-        """Returns whether states are on the device, take most of its memory, and can be offloaded."""
-
-    def make_states_movable(self) -> None:
-        """Lets `move_states` move states that are on the device, where they stay for now. Agreed.
-
-        Raises:
-            ValueError: the states can't be offloaded. Training may continue.
-        """
+    def param_budget(self) -> int:
+        """Returns the bytes of the device for prefetched weights, once states are offloaded."""
 
     def move_states(self, plan: Plan) -> None:
         """Moves weights and optimizer states to their tiers in `plan`, which replaces the training's offloader. Agreed.
 
-        Results do not change, except the last digits of optimizers that step on the GPU from then on.
+        Results do not change, except the last digits of optimizers that step on another device from then on.
 
         Raises:
-            ValueError: nothing was moved, because the plan is not one for this model, there is no room for it, or
-                gradients wait for a step.
+            ValueError: nothing was moved, because the plan is not one for this model, there is no room for it,
+                gradients wait for a step, or states can't be offloaded.
             RuntimeError: the move failed half-way; training can't continue.
             StorageError: a drive failed.
         """

@@ -47,7 +47,8 @@ class SwapPlanner(StepProfiling):
 
     With `states="auto"` and no `gpu_memory` of the strategy, offloaded weights and optimizer states are moved, between
     two steps, to the tiers that make a step shorter, or to those of a paper's plan: GPU, host memory or SSDs, unit by
-    unit. Results are the same, except the last digits of an optimizer that steps on the GPU from then on.
+    unit. `"holistic"` offloads those on the GPU if no plan fits beside them, or a step is shorter by a third. Results
+    are the same, except the last digits of an optimizer that steps on another device from then on.
 
     A tensor is recomputed only if its recomputation gave the same bytes as autograd had saved, in one micro-batch. With
     manual optimization nothing is recomputed. A compiled block is one operator: its saved tensors are kept or

@@ -36,7 +36,7 @@ from lightning_ssd.planning.model import (
     unit_call_name,
 )
 from lightning_ssd.planning.plan import PartPlan, Plan, UnitPlan
-from lightning_ssd.planning.planners import PLANNERS, make_plan, plan_for_least_memory
+from lightning_ssd.planning.planners import MIN_LEAVE_GAIN, PLANNERS, make_plan, plan_for_least_memory
 from lightning_ssd.planning.report import (
     largest_samples,
     largest_transient,

@@ -459,6 +459,8 @@ class _Search:
         if self.fastest.score <= (0.0, CLOSE_ENOUGH * ideal) and self.fastest.is_plain:
             return
         self._try_few_launches_of(base)
+        if self.fastest.score[0]:  # one transfer at a time needs the least memory
+            self._try_few_launches_of(replace(base, window_bytes=0))
         needed = sum(part.resident_bytes for part in self.parts)
         if self.fixed is None and base.offloads_states and needed < self.hardware.gpu_bytes:
             self._try_few_launches_of(base.placed(self.model, [PartPlan("gpu", "gpu")] * len(self.parts)))

@@ -163,8 +163,10 @@ class StepTasks:
         if from_ssd:
             read = self._task(SSD, from_ssd, step, *self._read_ahead.allocate(from_ssd), *after, priority=URGENT)
             read.host = (from_ssd, 0)
+            allocation = self._task(COPY_IN, 0, step, *room, *after)  # while it is read
+            allocation.gpu = (allocated, 0)
         copy = self._task(COPY_IN, nbytes, step, *room, read, *(() if read else after))
-        copy.gpu = (allocated, 0)
+        copy.gpu = (0 if read else allocated, 0)
         copy.host = (0, from_ssd)
         if from_ssd:
             self._read_ahead.free_after(from_ssd, copy)

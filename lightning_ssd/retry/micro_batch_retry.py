@@ -26,6 +26,7 @@ from lightning_ssd import torch_internals as internals
 from lightning_ssd._lightning import pl
 from lightning_ssd.activations import backward_nodes
 from lightning_ssd.model_states import ModelStates
+from lightning_ssd.remedies import CHUNKED_LOSS, SMALLER
 from lightning_ssd.retry.out_of_memory import NamedOperators
 from lightning_ssd.retry.step_state import StepState, random_states, set_random_states
 
@@ -230,7 +231,8 @@ class MicroBatchRetry:
                 states = "" if self._states() is None else ", and model states offloaded"
                 error.add_note(
                     f"lightning_ssd: memory has run out again in the {part}, with all saved tensors offloaded, one at "
-                    f"a time{states}: all other tensors together need more memory than there is."
+                    f"a time{states}: all other tensors together need more memory than there is. {SMALLER}, "
+                    f"or {CHUNKED_LOSS}."
                 )
             raise
 

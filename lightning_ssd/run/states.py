@@ -391,16 +391,13 @@ class RunStates(Uncopied, StatesOwner):
         # A 16-bit weight would get a master weight, and other numbers than before.
         return bool(offloaded) and all([parameter.dtype == torch.float32 for parameter in offloaded])
 
-    @override
-    def states_need_most_memory(self) -> bool:
-        # `states="auto"` keeps fp32 states up to `MOVABLE_GPU_SHARE` of the device. This budget is `GPU_SHARE` of it.
-        room = self._states_config.resident_budget(self._strategy.root_device)
-        crowded = room is not None and bytes_on_device(self._model, fitting=True) > room
-        return crowded and self.can_offload_states()
-
-    @override
     @uninterrupted
     def make_states_movable(self) -> None:
+        """Makes the model states of a training whose states are on the device, where they stay until `move_states_to`.
+
+        Raises:
+            ValueError: the states can't be offloaded. Training may continue.
+        """
         check_no_cuda_graphs(self._model, self._strategy.root_device)
         units = find_units(self._model, self._states_config.units)
         resident = {unit.name: UnitTiers(("gpu", "gpu")) for unit in units}
@@ -426,14 +423,20 @@ class RunStates(Uncopied, StatesOwner):
 
     @override
     def can_move_states(self) -> bool:
-        if not self.tiers_may_change():
+        if self.model_states is None:
+            return self.can_offload_states()
+        if not self.tiers_may_change() or (self._setup is not None and self._setup.whole):
             return False
-        if self._setup is not None and self._setup.whole:
-            return False
-        return self.model_states is not None and not self.model_states.gradients.pending
+        return not self.model_states.gradients.pending
+
+    @override
+    def param_budget(self) -> int:
+        return self._states_config.budget(self._strategy.root_device)
 
     @override
     def move_states(self, plan: Plan) -> None:
+        if self.model_states is None:
+            self.make_states_movable()
         self.move_states_to(planned_tiers(plan))
 
     def present_tiers(self) -> PlanTiers:

@@ -102,3 +102,92 @@ def test_states_move_where_that_is_fastest_in_the_clip_mode_of_the_training() ->
     assert elsewhere is not None and elsewhere.clip == "deferred"
     faster, slower = (simulate(model, machine, plan).step_seconds for plan in (elsewhere, other))
     assert faster < 0.9 * simulate(model, machine, present).step_seconds < slower
+
+
+@pytest.mark.parametrize(
+    ("gpu_bytes", "recomputes", "cpu_step_rate", "searches", "moves"),
+    [
+        pytest.param(22 * GB, True, 2e9, 1, True, id="no plan fits beside the states"),
+        pytest.param(GB, True, 2e9, 1, True, id="nor elsewhere, with less memory"),
+        pytest.param(40 * GB, True, 2e9, 0, False, id="no plan can save a third of a step"),
+        pytest.param(40 * GB, False, 2e8, 1, False, id="none that is found does"),
+        pytest.param(40 * GB, False, 2e10, 1, True, id="one does"),
+    ],
+)
+def test_states_leave_the_device_where_no_plan_fits_or_for_a_large_gain(
+    monkeypatch: pytest.MonkeyPatch, gpu_bytes: int, recomputes: bool, cpu_step_rate: float, searches: int, moves: bool
+) -> None:
+    model = make_model(24, saved=GB, inputs=GB // 10, parameters=GB // 20, forward=0.003)
+    if not recomputes:
+        kept = [(replace(unit.operators[0], recompute_seconds=None),) for unit in model.units]
+        units = zip(model.units, kept, strict=True)
+        model = replace(model, units=tuple(replace(unit, operators=operators) for unit, operators in units))
+    machine = replace(H100, gpu_bytes=gpu_bytes, cpu_step_rate=cpu_step_rate)
+    fixed = FixedPlacement(("gpu",) * 24, ("gpu",) * 24)
+    present = make_plan(model, machine, fixed=fixed)
+    runner: Any = SimpleNamespace(profile=model, hardware=machine, placement=fixed)
+    found = []
+    monkeypatch.setattr(plan_maker, "make_plan", lambda *given: found.append(make_plan(*given)) or found[-1])
+    elsewhere = PlanMaker(PlanOptions(), machine, torch.device("cpu")).make_elsewhere(runner, present)
+    assert (len(found), elsewhere is not None) == (searches, moves)
+    if elsewhere is not None:
+        before, after = (simulate(model, machine, plan) for plan in (present, elsewhere))
+        excess = before.excess_bytes(machine), after.excess_bytes(machine)
+        assert excess[1] < excess[0] or (excess == (0, 0) and after.step_seconds <= 2 / 3 * before.step_seconds)
+
+
+def test_states_on_the_device_stay_there_under_the_plan_of_a_paper() -> None:
+    model = make_model(24, saved=GB, inputs=GB // 10, parameters=GB // 20, forward=0.003)
+    fixed = FixedPlacement(("gpu",) * 24, ("gpu",) * 24)
+    runner: Any = SimpleNamespace(profile=model, hardware=H100, placement=fixed)
+    maker = PlanMaker(PlanOptions("lohan"), H100, torch.device("cpu"))
+    assert maker.make_elsewhere(runner, make_plan(model, H100, "lohan", fixed)) is None
+
+
+@pytest.mark.parametrize("failed_share", [1.0, 1.02, 1.5])
+def test_the_plan_after_one_that_did_not_fit_needs_less_memory(failed_share: float) -> None:
+    """Whether it fits or not: no tensor can be recomputed, and their transfers take most of a step."""
+    model = make_model(8, saved=GB, inputs=GB // 2, parameters=0, forward=0.01)
+    fixed = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
+    least = simulate(model, H100, make_plan(model, replace(H100, gpu_bytes=GB), fixed=fixed))
+    machine = replace(H100, gpu_bytes=GB)
+    runner: Any = SimpleNamespace(profile=model, hardware=machine, placement=fixed)
+    maker = PlanMaker(PlanOptions(), machine, torch.device("cpu"))
+    failed = replace(least, gpu_peak_bytes=int(failed_share * least.gpu_peak_bytes))
+    smaller = maker.make_smaller(runner, maker.make(runner), failed)
+    if failed_share == 1.0:
+        assert smaller is None
+    else:
+        assert smaller is not None
+        assert simulate(model, machine, smaller).gpu_peak_bytes <= 0.99 * failed.gpu_peak_bytes
+
+
+@pytest.mark.parametrize(("gpu_bytes", "again"), [(24 * GB, False), (20 * GB, True)])
+def test_states_may_move_again_if_no_plan_fits_beside_those_that_stayed(gpu_bytes: int, again: bool) -> None:
+    """A step has run out of memory, after which plans have less. The 12 parts on the device need 10 GB."""
+    model = make_model(24, saved=GB, inputs=GB // 10, parameters=GB // 20, forward=0.003)
+    model = replace(model, other_gpu_bytes=8 * GB)
+    tiers: Any = ("gpu",) * 12 + ("host",) * 12
+    options = PlanOptions(gpu_memory=f"{gpu_bytes}B")
+    machine = replace(H100, gpu_bytes=gpu_bytes)
+    runner: Any = SimpleNamespace(profile=model, hardware=machine, placement=FixedPlacement(tiers, tiers))
+    maker = PlanMaker(options, machine, torch.device("cpu"))
+    runner.prediction = simulate(model, machine, maker.make(runner))
+    owner = SimpleNamespace(can_move_states=lambda: True)
+    moved: list[Any] = []
+    applied: list[Any] = []
+
+    def move(runner: Any, owner: Any, plan: Any) -> Any:
+        moved.append(plan)
+        runner.placement = FixedPlacement.of(model, plan)
+        return runner
+
+    cycle: Any = SimpleNamespace(
+        runner=runner, _maker=maker, _unmoved=None, _states_moved=True, _move_states=move,
+        training=SimpleNamespace(owner=owner, states=object(), inform=lambda text: None),
+        _apply=lambda runner, plan: applied.append(plan),
+    )  # fmt: skip
+    cycle._place = lambda runner, plan: PlanCycle._place(cycle, runner, plan)
+    assert PlanCycle.plan_smaller(cycle)
+    assert bool(moved) == again and len(applied) == 1
+    assert not simulate(model, runner.hardware, applied[0]).excess_bytes(runner.hardware)

@@ -278,6 +278,18 @@ def test_weights_are_kept_while_they_fit() -> None:
     assert prefetched == pytest.approx([8 * 200, 7 * 200, 7 * 200, 6 * 200, 4 * 200])
 
 
+@pytest.mark.parametrize("window_bytes", [0, 20, 10**9])
+def test_prefetched_tensors_have_their_memory_before_they_are_read(window_bytes: int) -> None:
+    """Slow reads do not reduce the peak."""
+    model = make_model(6, saved=10, parameters=0)
+    slow = replace(FAST, ssd_read=1.0)
+    in_host, on_ssd, on_slow_ssd = (
+        simulate(model, machine, replace(plan_of(model, "gpu", "gpu", where, where), window_bytes=window_bytes))
+        for machine, where in ((FAST, "host"), (FAST, "ssd"), (slow, "ssd"))
+    )
+    assert in_host.gpu_peak_bytes == on_ssd.gpu_peak_bytes == on_slow_ssd.gpu_peak_bytes
+
+
 def test_fast_transfers_are_hidden() -> None:
     """With enough bandwidth, offloading everything to SSDs costs no time, and the GPU needs little memory."""
     model = make_model(20, saved=10**6)
