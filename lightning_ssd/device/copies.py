@@ -119,10 +119,6 @@ class CopyEngine(ABC):
         """
 
     @abstractmethod
-    def from_peer(self, source: int, dst: Tensor, after: Mark) -> Mark:
-        """Copies bytes at an address of another device to device bytes `dst`, as `h2d` copies host bytes."""
-
-    @abstractmethod
     def d2d(self, src: Tensor, dst: Tensor) -> None:
         """Copies `src`, which is dense, to the beginning of bytes `dst` on the device, on the compute stream.
 
@@ -203,10 +199,6 @@ class CPUCopyEngine(CopyEngine):
             self._in_busy = self._in_busy.plus(dst.numel(), perf_counter() - start)
         return None
 
-    def from_peer(self, source: int, dst: Tensor, after: Mark) -> Mark:
-        self.copy(dst.data_ptr(), source, dst.numel())
-        return None
-
     def d2d(self, src: Tensor, dst: Tensor) -> None:
         self.copy(dst.data_ptr(), src.data_ptr(), src.nbytes)
 
@@ -273,9 +265,6 @@ class CUDACopyEngine(CopyEngine):
 
     def h2d(self, src: Tensor, dst: Tensor, after: Mark, *, awaited: bool = False) -> Mark:
         return self._in.copy([(dst.data_ptr(), src.data_ptr(), dst.numel())], after, awaited)
-
-    def from_peer(self, source: int, dst: Tensor, after: Mark) -> Mark:
-        return self._in.copy([(dst.data_ptr(), source, dst.numel())], after, False)
 
     def d2d(self, src: Tensor, dst: Tensor) -> None:
         self._events.copy(dst.data_ptr(), src.data_ptr(), src.nbytes, self._events.compute_stream())

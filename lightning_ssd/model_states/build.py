@@ -140,8 +140,7 @@ def make_model_states(
             if budget is not None:  # of the free memory, which each rank has measured
                 budget = min(connected.exchange(budget))
             layouts = [item.layout for item in specs]
-            for_weights = prefetch_bytes // 2  # the other half is for prefetches
-            peers = share_peer_memory(connected, layouts, copies, for_weights) if setup.sums_on_device else None
+            peers = share_peer_memory(connected, layouts, copies) if setup.sums_on_device else None
             log.info(
                 "gradients are averaged %s", "in host memory" if peers is None else "on the devices of their owners"
             )

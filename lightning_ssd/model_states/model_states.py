@@ -198,7 +198,7 @@ class ModelStates(Uncopied):
             [flat_params for _, flat_params in offloaded.units],
             self.stores,
             copies,
-            nbytes.device - (0 if ranks is None or ranks.peers is None else ranks.peers.divided),
+            nbytes.device,
             self._staged.unstage_for,
             self._staged.pull,
             setup.config.overlap,

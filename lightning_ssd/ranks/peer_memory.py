@@ -50,32 +50,26 @@ class PeerMemory(Uncopied):
     Ownership: a slot belongs to its rank until the rank posts the slot's offset to the owner of the flat parameter.
     From then on both may read it. The rank frees it at the owner's message that the gradients are summed.
 
-    Behind the slots is a part of the memory that the caller divides, the same on all ranks.
-
     Args:
         messages: messages of this rank.
-        nbytes: bytes of the slots.
         memory: this rank's memory, bytes on its device.
         addresses: addresses of all ranks' memory, by rank, for copies of this rank's device.
         opened: addresses to close.
         mapped: other ranks' memory, if it is that of the host.
 
     Attributes:
-        nbytes: bytes of each rank's slots.
-        divided: bytes behind them.
+        nbytes: bytes of each rank's memory.
     """
 
     def __init__(
         self,
         messages: RankMessages,
-        nbytes: int,
         memory: Tensor,
         addresses: list[int],
         opened: list[int],
         mapped: Sequence[Tensor] = (),
     ) -> None:
-        self.nbytes = nbytes
-        self.divided = memory.numel() - nbytes
+        self.nbytes = memory.numel()
         self._messages = messages
         self._memory = memory
         self._addresses = addresses
@@ -100,31 +94,29 @@ class PeerMemory(Uncopied):
         messages.failed.add_done_callback(lambda _: None if (memory := own()) is None else memory._notify())
 
     @classmethod
-    def share(cls, ranks: Ranks, copies: CopyEngine, nbytes: int, divided: int = 0) -> "PeerMemory | None":
+    def share(cls, ranks: Ranks, copies: CopyEngine, nbytes: int) -> "PeerMemory | None":
         """Shares memory of all ranks' devices; called by all ranks of a host together.
 
         Args:
             ranks: memory and messages of this rank.
             copies: copies of the device.
-            nbytes: bytes of each rank's slots.
-            divided: bytes behind the slots.
+            nbytes: bytes of each rank.
 
         Returns:
             The memory; None: a device has no access to another one, or too little memory, or `NCCL_P2P_DISABLE=1` is
             set, as for NCCL.
         """
         nbytes, own = align_up(nbytes), ranks.rank
-        size = nbytes + align_up(divided)
         if any(ranks.messages.exchange(os.environ.get("NCCL_P2P_DISABLE") == "1")):
             return None
         if copies.device.type == "cpu":
-            parts = [one.allocate(size).tensor for one in ranks.memory]
-            return cls(ranks.messages, nbytes, parts[own], [part.data_ptr() for part in parts], [], parts)
+            parts = [one.allocate(nbytes).tensor for one in ranks.memory]
+            return cls(ranks.messages, parts[own], [part.data_ptr() for part in parts], [], parts)
         memory: Tensor | None = None
         exported: tuple[bytes, int] | None = None
         with contextlib.suppress(RuntimeError):  # of which the exchange tells the other ranks
             with fixed_segments():
-                memory = torch.full((size,), own, dtype=torch.uint8, device=copies.device)
+                memory = torch.full((nbytes,), own, dtype=torch.uint8, device=copies.device)
             exported = export_memory(memory)
         addresses: list[int] = []
         opened: list[int] = []
@@ -140,7 +132,7 @@ class PeerMemory(Uncopied):
             right = [_reads(copies, address, rank) for rank, address in enumerate(addresses)]
             works = len(right) == ranks.size and all(right)
         if all(ranks.messages.exchange(works)) and memory is not None:
-            return cls(ranks.messages, nbytes, memory, addresses, opened)
+            return cls(ranks.messages, memory, addresses, opened)
         for address in opened:
             close_memory(address)
         ranks.messages.exchange("unmapped")

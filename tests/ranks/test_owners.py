@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_ssd.model_states.placement.rank_states import choose_owners, divide
+from lightning_ssd.model_states.placement.rank_states import choose_owners
 
 
 @given(numels=st.lists(st.integers(1, 10**9), max_size=30), size=st.integers(1, 8))
@@ -17,18 +17,3 @@ def test_no_rank_has_more_than_its_share_and_the_largest_flat_parameter(numels: 
 def test_equal_flat_parameters_are_dealt_evenly() -> None:
     owners = choose_owners([64] * 6 + [128], 2)
     assert owners.count(0) == 3 and owners.count(1) == 4
-
-
-@given(
-    items=st.lists(st.tuples(st.integers(1, 50_000), st.integers(0, 3)), max_size=30), nbytes=st.integers(0, 200_000)
-)
-def test_divided_memory_has_items_that_do_not_overlap(items: list[tuple[int, int]], nbytes: int) -> None:
-    offsets = divide([size for size, _ in items], [owner for _, owner in items], nbytes)
-    ends = [0] * 4
-    for (size, owner), offset in zip(items, offsets, strict=True):
-        if offset is None:
-            assert ends[owner] + size > nbytes - 4096
-        else:
-            assert offset >= ends[owner] and offset % 512 == 0
-            ends[owner] = offset + size
-    assert max(ends) <= nbytes

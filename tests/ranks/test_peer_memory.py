@@ -22,7 +22,7 @@ PAGE = 4096
 
 
 def make_memory(messages: RankMessages, slots: int) -> PeerMemory:
-    return PeerMemory(messages, slots * PAGE, torch.zeros(slots * PAGE, dtype=torch.uint8), [0] * messages.size, [])
+    return PeerMemory(messages, torch.zeros(slots * PAGE, dtype=torch.uint8), [0] * messages.size, [])
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def test_memory_is_freed_when_other_ranks_have_unmapped_it(fails: bool, two: lis
     freed = threading.Event()
     tensor = torch.zeros(PAGE, dtype=torch.uint8)
     weakref.finalize(tensor, freed.set)
-    memories = [PeerMemory(two[0], tensor.numel(), tensor, [0, 0], []), make_memory(two[1], slots=1)]
+    memories = [PeerMemory(two[0], tensor, [0, 0], []), make_memory(two[1], slots=1)]
     del tensor
     memories[0].close()
     memories[0].close()

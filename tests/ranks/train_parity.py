@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader
 
 from lightning_ssd import SSDOffloadStrategy
 from lightning_ssd.autoplan import auto_plan
-from lightning_ssd.device import CPUCopyEngine, Mark
 from lightning_ssd.model_states import LazyTensor, StatesConfig
 from lightning_ssd.model_states.optimizers import StepInput
 from lightning_ssd.model_states.placement import RankStates, rank_states
@@ -65,8 +64,6 @@ class Net(pl.LightningModule):
         """Gradients that the device of another rank, or of this one, has read from host memory."""
         self.on_device = 0
         """Steps that the device of this rank has made."""
-        self.from_peers = 0
-        """Copies of weights from the device of their owner."""
         self.left = 0
         """Times that all states have left the device."""
 
@@ -463,12 +460,6 @@ def train_by(strategy: pl.strategies.Strategy, case: Case) -> tuple[Net, dict[st
         module.on_device += made
         return made
 
-    from_peer = CPUCopyEngine.from_peer
-
-    def observed_copy(copies: CPUCopyEngine, source: int, dst: Tensor, after: Mark) -> Mark:
-        module.from_peers += 1
-        return from_peer(copies, source, dst, after)
-
     use_device = DeviceStates.use
 
     def observed_use(states: DeviceStates, nbytes: int) -> None:
@@ -478,7 +469,6 @@ def train_by(strategy: pl.strategies.Strategy, case: Case) -> tuple[Net, dict[st
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DeviceStates, "step", observed_step)
         patch.setattr(DeviceStates, "use", observed_use)
-        patch.setattr(CPUCopyEngine, "from_peer", observed_copy)
         patch.setattr(RankStates, "commit", observed)
         patch.setattr(RankStates, "release", counted)
         patch.setattr(rank_states, "LEAST_PEER_BYTES", 0)  # room for two gradients: ranks wait for each other's
@@ -576,8 +566,6 @@ def differences(case: Case) -> Iterator[str]:
     most = case.most_on_host if os.environ.get("NCCL_P2P_DISABLE") != "1" else None
     if most is not None and ours.on_host > most:
         yield f"{ours.on_host} gradients were copied to host memory"
-    if most is not None and not ours.from_peers:
-        yield "weights were not read from the devices of their owners"
     lent = case.room is not None or case.spare
     if bool(ours.on_device) != (lent and case.trainer.get("gradient_clip_algorithm") != "value"):
         yield f"{ours.on_device} steps were made on the device"

@@ -38,12 +38,6 @@ class SlowCopies(CUDACopyEngine):
         self._hold(self._in._stream)
         return super().h2d(src, dst, after, awaited=awaited)
 
-    def from_peer(self, source: int, dst: Tensor, after: Mark) -> Mark:
-        if after is None:
-            self._hold(torch.cuda.current_stream())
-        self._hold(self._in._stream)
-        return super().from_peer(source, dst, after)
-
     def d2d(self, src: Tensor, dst: Tensor) -> None:
         self._hold(torch.cuda.current_stream())
         super().d2d(src, dst)

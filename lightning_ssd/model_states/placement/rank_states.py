@@ -1,6 +1,5 @@
 """What the ranks of a host share of a model: owners of flat parameters, and memory of their values and gradients."""
 
-from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -35,8 +34,6 @@ class RankStates:
         ranks, peers: as the arguments.
         numbers: number of each flat parameter, in messages.
         owners: number of the rank that sums the gradients of each flat parameter and steps it.
-        published: flat parameters whose compute weights are on their owner's device, too, with their offsets in its
-            divided memory.
         gradients: memory of the gradients of each flat parameter that is stepped.
         values: memory of all values.
     """
@@ -54,9 +51,6 @@ class RankStates:
         self.numbers = {layout.flat: number for number, layout in enumerate(layouts)}
         owners = choose_owners([layout.flat.numel for layout in layouts], ranks.size)
         self.owners = dict(zip(self.numbers, owners, strict=True))
-        offsets = divide([flat.nbytes for flat in self.numbers], owners, 0 if peers is None else peers.divided)
-        of_flats = zip(self.numbers, offsets, strict=True)
-        self.published = {flat: offset for flat, offset in of_flats if offset is not None}
         self.gradients = {layout.flat: self._share_gradient(layout.flat, pin=pin) for layout in layouts if layout.steps}
 
     def owns(self, flat: FlatParameter) -> bool:
@@ -143,37 +137,15 @@ LEAST_PEER_BYTES = 2**29
 """Least bytes of each device for gradients that wait for their sums, unless all of them have fewer."""
 
 
-def share_peer_memory(
-    ranks: Ranks, layouts: Sequence[Layout], copies: CopyEngine, for_weights: int
-) -> PeerMemory | None:
+def share_peer_memory(ranks: Ranks, layouts: Sequence[Layout], copies: CopyEngine) -> PeerMemory | None:
     """Shares device memory for gradients that wait for their sums: two of the largest have room, and several others.
 
     Ranks compute about the same at a time. The memory covers their differences, and the time that sums take.
-
-    Args:
-        ranks: memory and messages of this rank.
-        layouts: layouts of the flat parameters.
-        copies: copies of the device.
-        for_weights: bytes of this rank's device for compute weights, which other ranks read.
     """
     sizes = [align_up(layout.flat.nbytes) for layout in layouts if layout.steps]
     if not sizes:
         return None
-    slots = max(2 * max(sizes), min(sum(sizes), LEAST_PEER_BYTES))
-    return PeerMemory.share(ranks, copies, slots, min(sum(sizes), *ranks.messages.exchange(for_weights)))
-
-
-def divide(sizes: Sequence[int], owners: Sequence[int], nbytes: int) -> list[int | None]:
-    """Returns offsets of items of these sizes in `nbytes` bytes of each owner; None: there is no room behind earlier
-    ones.
-    """
-    used: Counter[int] = Counter()
-    offsets: list[int | None] = []
-    for size, owner in zip(sizes, owners, strict=True):
-        fits = used[owner] + size <= nbytes
-        offsets.append(used[owner] if fits else None)
-        used[owner] += align_up(size) * fits
-    return offsets
+    return PeerMemory.share(ranks, copies, max(2 * max(sizes), min(sum(sizes), LEAST_PEER_BYTES)))
 
 
 def choose_owners(numels: Sequence[int], size: int) -> list[int]:

@@ -10,7 +10,6 @@ The modules, in the order in which they are best read:
 - `rank_steps`: sums of gradients over ranks, and steps that another rank makes.
 - `peer_sums`: sums of gradients over ranks on the owner's device.
 - `device_states`: optimizer states on the owner's device, while it has memory to spare.
-- `rank_weights`: weights that all ranks read from the owner's device.
 - `rank_fetches`: values that other ranks read, from the owner's device.
 - `host_sums`: sums of gradients over hosts.
 - `rank_reduction`: gradients of ranks that torch reduces, and buffers.

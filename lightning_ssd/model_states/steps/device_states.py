@@ -61,7 +61,6 @@ class DeviceStates:
     Args:
         flat_optimizers: flat parameters that this rank owns, in the order of the forward.
         stores: their values.
-        published: addresses on the device from which other ranks read compute weights; see `RankWeights`.
         copies: copies of the device.
         sums: the thread, its stream, and memory on the device.
     """
@@ -70,12 +69,10 @@ class DeviceStates:
         self,
         flat_optimizers: Mapping[FlatParameter, FlatOptimizer],
         stores: Mapping[FlatParameter, StateStore],
-        published: Mapping[FlatParameter, int],
         copies: CopyEngine,
         sums: PeerSums,
     ) -> None:
         self._stores = stores
-        self._published = published
         self._copies = copies
         self._sums = sums
         self._optimizers = {
@@ -149,7 +146,7 @@ class DeviceStates:
         return self._sums.submit(run, after, priority=priority)
 
     def step(self, flat: FlatParameter, given: StepInput) -> bool:
-        """Makes a step, and writes and publishes the new compute weights, or returns False if the CPU has to."""
+        """Makes a step, and writes the new compute weights to host memory, or returns False if the CPU has to."""
         optimizer, mean = self._optimizers[flat], given.gradient
         if isinstance(mean, RankMean):  # of one source: it has been written
             (mean,) = mean.sources
@@ -161,7 +158,7 @@ class DeviceStates:
         parts = self._held.get(flat) or self._move(flat, read.numel() if on_cuda else flat.numel)
         if parts is None:
             return False
-        weights, published = self._staged(flat).weights, self._published.get(flat)
+        weights = self._staged(flat).weights
         if not on_cuda:
             ((masters, *moments),) = [part.values for part in parts]
             own = masters if weights.dtype == torch.float32 else weights
@@ -169,20 +166,16 @@ class DeviceStates:
             do_together([StepWork(flat.name, optimizer.begin_step(given, staged), 0.0)])
             if own is masters:
                 weights.copy_(own)
-            if published is not None:
-                self._copies.copy(published, weights.data_ptr(), weights.nbytes)
             return True
         rounded = written.view(flat.dtype)
         sizes = read.element_size(), rounded.element_size()
-        addresses = [weights.data_ptr()] if published is None else [weights.data_ptr(), published]
         for part in parts:
             masters, *moments = part.values
             numel = masters.numel()
             self._copies.copy(read.data_ptr(), mean.data_ptr() + part.start * sizes[0], numel * sizes[0])
             part.values = cuda_step(read[:numel], masters, (moments[0], moments[1]), settings)
             rounded[:numel].copy_(part.values[0])
-            for address in addresses:
-                self._copies.copy(address + part.start * sizes[1], rounded.data_ptr(), numel * sizes[1])
+            self._copies.copy(weights.data_ptr() + part.start * sizes[1], rounded.data_ptr(), numel * sizes[1])
         self._sums.end()
         return True
 

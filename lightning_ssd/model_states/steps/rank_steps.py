@@ -8,9 +8,8 @@ the same turns of it in the same order, whatever they do with other ones (`T`: t
 2. Owner, on the worker's thread or its device: norms of the mean, if they are needed. `T.SUM` tells the others which
    parameters have a gradient, and the norms, from which all ranks compute the same coefficient.
 3. Owner, on the worker's thread: the step, which computes the mean in the order of ranks, in fp32, as it reads the
-   gradients. `T.STEP` tells that it is written, and that the weights are on the owner's device, too (`RankWeights`),
-   with the hashes of values on SSDs, by which the other ranks check what they read. If only optimizer states are there,
-   `T.WEIGHTS` precedes it.
+   gradients. `T.STEP` tells that it is written, with the hashes of values on SSDs, by which the other ranks check what
+   they read. If only optimizer states are there, `T.WEIGHTS` precedes it.
 4. Other ranks: the futures that a prefetch, or a reader of the values, waits for are done when these arrive.
 
 In forward and backward, a rank waits for messages about the weights of the last step, and about room on its device for
@@ -60,7 +59,6 @@ from lightning_ssd.model_states.steps.device_states import DeviceStates
 from lightning_ssd.model_states.steps.host_sums import HostSums
 from lightning_ssd.model_states.steps.peer_sums import PeerSums, Source
 from lightning_ssd.model_states.steps.rank_fetches import RankFetches
-from lightning_ssd.model_states.steps.rank_weights import RankWeights
 from lightning_ssd.model_states.stores import StagedState, StateStore
 from lightning_ssd.model_states.units import FlatParameter, ParamView
 from lightning_ssd.ranks import PeerMemory, RankError, Topic
@@ -185,11 +183,11 @@ class RankSteps:
         """Sums on this rank's device. None: steps sum gradients in host memory."""
         self._hosts = None if states.ranks.hosts is None else HostSums(states.ranks, owned)
         """Sums over hosts. None: there is one host."""
-        self._weights = RankWeights(states, stores, copies, self._peer_sums)
         self.device_states: DeviceStates | None = None
         if self._peer_sums is not None:
-            published, owned_optimizers = self._weights.addresses, {flat: flat_optimizers[flat] for flat in owned}
-            self.device_states = DeviceStates(owned_optimizers, stores, published, copies, self._peer_sums)
+            self.device_states = DeviceStates(
+                {flat: flat_optimizers[flat] for flat in owned}, stores, copies, self._peer_sums
+            )
         self.fetches = RankFetches(states, stores, self._key, self.device_states)
         self._written: dict[FlatParameter, int] = {}
         """Checksums of weights that user code has written since the last sum, which other hosts compare at the next."""
@@ -486,20 +484,6 @@ class RankSteps:
 
     # ---- steps ----
 
-    def publish(self, flat: FlatParameter, written: "Future[None]") -> "Future[None]":
-        """Returns a future that is done when other ranks may read the weights, which this rank writes to host memory.
-
-        A step on the device has written them to both places.
-        """
-        if flat not in self._weights.addresses:
-            return written
-
-        def publish(_: None) -> "Future[None]":  # on the thread that writes them
-            on_device = self.device_states is not None and self.device_states.holds(flat)
-            return finished(None) if on_device else self._weights.publish(flat)
-
-        return then(written, publish)
-
     def announce(
         self,
         flat: FlatParameter,
@@ -585,7 +569,7 @@ class RankSteps:
         key = Topic.STEP, *self._key(flat)
         if self.owns(flat):
             made = self._worker.submit(lambda: store.checkin(masters, apart=True, staged=loaded), [begun], priority=0)
-            written = self.publish(flat, then(made, store.written))
+            written = then(made, store.written)
             messages.post_after(written, *key, lambda: _Step(True, store.hashes()), messages.others)
         else:
             owner = self._states.owners[flat]

@@ -255,10 +255,6 @@ class StepScheduler:
         self.history.submit(flat)
         if self._ranks is None or self._ranks.owns(flat):
             weights, done = self._begin_step(flat, step, speculated, on_host, ready)
-            if self._ranks is not None:
-                whole = weights is done
-                weights = self._ranks.publish(flat, weights)
-                done = weights if whole else all_of([weights, done])
         else:
             weights, done = self._ranks.follow(flat, options, reduced=reduced)
         gradient.submit_step(done)  # the owner of several ranks reads it until then, or this rank has reduced it

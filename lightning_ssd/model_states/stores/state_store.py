@@ -79,8 +79,6 @@ class StateStore:
 
     Attributes:
         steps: steps that were committed.
-        peer_weights: address on a device from which the compute weights are prefetched; None: they are read from their
-            buffer. `RankWeights` explains it.
         fetch: brings the values to host memory if a step has left them elsewhere; the future is done when they are
             there. No step runs meanwhile. `DeviceStates` explains it.
     """
@@ -97,7 +95,6 @@ class StateStore:
         self.buffers = buffers
         self.staging = staging
         self.steps = 0
-        self.peer_weights: int | None = None
         self.fetch: Callable[[], Future[None]] = lambda: finished(None)
         self._copies = copies
         self._stepped: Future[Any] = finished(None)
@@ -130,8 +127,6 @@ class StateStore:
         weights = self.buffers.weights
 
         def begin(_: object) -> "Future[Mark]":  # on the thread that completes the step, or the caller's
-            if self.peer_weights is not None:
-                return finished(self._copies.from_peer(self.peer_weights, target, after))
             if weights.staging_bytes == 0:
                 return finished(self._copies.h2d(weights.stage(None, read=True)[0], target, after))
             assert self.staging is not None
