@@ -110,17 +110,24 @@ def allocator_memory(device: torch.device) -> "CUDAMemory | None":
 _lent: Counter[torch.device] = Counter()
 """Bytes of each device that are lent."""
 
+_peaks: Counter[torch.device] = Counter()
+"""Peak of each device's allocated bytes, without lent ones, from its last reset to the last call of `lend`."""
+
 
 def lend(device: torch.device, nbytes: int) -> None:
     """Adds `nbytes` to the bytes that are lent: in use until a training might need them.
 
-    One thread calls. Any may read, a moment before or after the allocator's statistics change.
+    One thread calls, before it allocates them, and after it has freed them. Any may read, a moment before or after the
+    allocator's statistics change.
     """
+    if device.type == "cuda":  # whose allocator's peak does not tell how many of its bytes were lent then
+        _peaks[device] = max(_peaks[device], torch.cuda.max_memory_allocated(device) - _lent[device])
+        torch.cuda.reset_peak_memory_stats(device)
     _lent[device] += nbytes
 
 
 class CUDAMemory:
-    """The state of torch's allocator on a CUDA device, in bytes. Nothing else in the package reads or resets peaks.
+    """The state of torch's allocator on a CUDA device, in bytes. Nothing else but `lend` reads or resets peaks.
 
     Args:
         device: the device.
@@ -150,11 +157,12 @@ class CUDAMemory:
         return self._most_reserved - self.reserved() + self._lent.get(self._device, 0)
 
     def peak(self) -> int:
-        """Returns the peak of allocated bytes since the last `reset_peak`, without those that are lent now."""
-        return self._read("allocated_bytes", "peak") - self._lent.get(self._device, 0)
+        """Returns the peak of allocated bytes since the last `reset_peak`, without those that were lent."""
+        return max(_peaks[self._device], self._read("allocated_bytes", "peak") - self._lent.get(self._device, 0))
 
     def reset_peak(self) -> None:
         """Resets the peak to the bytes that are allocated now."""
+        _peaks[self._device] = 0
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def _read(self, name: str, statistic: str) -> int:
