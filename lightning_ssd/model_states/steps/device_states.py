@@ -3,13 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_ssd.device import CopyEngine, lend
-from lightning_ssd.futures import Future, finished
+from lightning_ssd.futures import Future, all_of, finished
 from lightning_ssd.model_states.optimizers import (
     AdamOptimizer,
     FlatOptimizer,
@@ -23,7 +24,7 @@ from lightning_ssd.model_states.optimizers import (
 from lightning_ssd.model_states.steps.peer_sums import PeerSums
 from lightning_ssd.model_states.stores import StagedState, StateStore
 from lightning_ssd.model_states.units import FlatParameter
-from lightning_ssd.waits import wait_for_all
+from lightning_ssd.waits import wait_for
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -53,7 +54,8 @@ class DeviceStates:
 
     Threads: `use` is called on the training thread, `holds` and `bring_home` on any. `step`, and the jobs of
     `bring_home`, run on the thread `sums` and use its stream. `_lent` is changed by the training thread, and by a step
-    that finds no memory; `_held` by the thread `sums` alone. No lock: each change is one operation on a dictionary.
+    that finds no memory; `_held` and `_refused` by the thread `sums` alone. No lock: each change, and each copy of a
+    whole one, is one operation.
 
     Ownership: from a flat parameter's first step on the device until `bring_home`, its values but the compute weights
     belong to this object. `bring_home` is called while no step of it runs, or waits for the step's job.
@@ -84,6 +86,8 @@ class DeviceStates:
         """Whether memory was to be used before."""
         self._lent: dict[FlatParameter, None] = {}
         """Flat parameters that are stepped on the device from now on."""
+        self._refused: set[FlatParameter] = set()
+        """Flat parameters for which the device had no memory, although there was to be some: they stay on the host."""
         self._held: dict[FlatParameter, list[_Part]] = {}
 
     # ---- room on the device ----
@@ -96,6 +100,9 @@ class DeviceStates:
 
         Args:
             nbytes: bytes that nothing else needs.
+
+        Raises:
+            Exception: values could not be copied to host memory.
         """
         on_cuda = self._copies.device.type == "cuda"
         if nbytes and not self._begun and on_cuda:
@@ -103,24 +110,21 @@ class DeviceStates:
             torch.cuda.empty_cache()
             self._begun = True
             return
-        leaving: list[FlatParameter] = []
-        used = 0
-        for flat in self._optimizers:
-            used += _nbytes(flat)
-            if used > nbytes:
-                if flat in self._lent:
-                    del self._lent[flat]
-                    leaving.append(flat)
-            elif flat not in self._lent:
-                self._lent[flat] = None
-                break
+        wanted = [flat for flat in self._optimizers if flat not in self._refused]
+        fitting = {flat for flat, used in zip(wanted, accumulate(map(_nbytes, wanted)), strict=True) if used <= nbytes}
+        # Held ones that are not lent are those of a call that was interrupted.
+        leaving = {*self._lent, *self._held} - fitting.intersection(self._lent)
+        for flat in leaving:
+            self._lent.pop(flat, None)
+        added = next((flat for flat in wanted if flat in fitting and flat not in self._lent), None)
+        if added is not None:
+            self._lent[added] = None
         if leaving:
             # A step of one of them may be about to move it to the device: its job is before this one, or finds that it
             # may not.
-            wait_for_all([self._submit_home(flat) for flat in leaving], "optimizer states on the device")
+            wait_for(all_of([self._submit_home(flat) for flat in leaving]), "optimizer states on the device")
             if on_cuda:
                 torch.cuda.empty_cache()  # of another stream, which the training would not use
-                torch.cuda.reset_peak_memory_stats(self._copies.device)
 
     def steps(self, flat: FlatParameter) -> bool:
         """Returns whether `flat` is stepped on the device. On the training thread."""
@@ -152,9 +156,11 @@ class DeviceStates:
             (mean,) = mean.sources
         on_cuda = self._copies.device.type == "cuda"
         settings = optimizer.device_settings(given)
-        if settings is None or flat not in self._lent or (on_cuda and not has_cuda_step(self._copies.device)):
+        if settings is None or flat not in self._lent:
             return False
         read, written = self._sums.begin()
+        if on_cuda and not has_cuda_step(self._copies.device):
+            return False
         parts = self._held.get(flat) or self._move(flat, read.numel() if on_cuda else flat.numel)
         if parts is None:
             return False
@@ -190,22 +196,25 @@ class DeviceStates:
             for array, values in zip(arrays, part.values, strict=True):
                 if array is not staged.weights:  # which each step writes
                     array[part.start : part.start + values.numel()].copy_(values)
-        del self._held[flat], parts
+        del self._held[flat], parts, part, values
         lend(self._copies.device, -_nbytes(flat))
 
     def _move(self, flat: FlatParameter, size: int) -> list[_Part] | None:
         """Copies the values of `flat` to the device, in parts of `size` elements; None: there is no memory."""
         arrays, device = _arrays(self._staged(flat)), self._copies.device
         parts: list[_Part] = []
+        lend(device, _nbytes(flat))
         try:
             for start in range(0, flat.numel, size):
                 masters, first, second = [array[start : start + size].to(device, copy=True) for array in arrays]
                 parts.append(_Part(start, (masters, first, second)))
         except torch.OutOfMemoryError:
+            self._refused.add(flat)
             self._lent.pop(flat, None)
+            parts.clear()
+            lend(device, -_nbytes(flat))
             return None
         self._held[flat] = parts
-        lend(device, _nbytes(flat))
         return parts
 
     def _staged(self, flat: FlatParameter) -> StagedState:
