@@ -11,7 +11,7 @@ from lightning_ssd.device import (
     CUDAMemory,
     allocator_memory,
     available_memory,
-    lend,
+    count_evictable,
     process_gpu_memory,
     process_ram,
     usable_gpu_memory,
@@ -100,16 +100,16 @@ def test_the_allocators_state_equals_torchs_report(gpu: Any, monkeypatch: pytest
     monkeypatch.setattr(
         torch.cuda, "reset_peak_memory_stats", lambda device: pools["all"].update(peak=pools["all"]["current"])
     )
-    lend(GPU, 2)
+    count_evictable(GPU, 2)
     allocate(2)
     assert (meter.allocated(), meter.peak(), meter.reserved(), meter.unreserved() - before) == (3, 7, 5, 2)
-    assert memory.allocated() == 5, "copies count lent bytes, as they are in use"
+    assert memory.allocated() == 5, "copies count evictable bytes, as they are in use"
     allocate(6)
     allocate(-6)
     assert meter.peak() == 9
     allocate(-2)
-    lend(GPU, -2)
-    assert (meter.allocated(), meter.peak()) == (3, 9), "a peak has no bytes that were lent then"
+    count_evictable(GPU, -2)
+    assert (meter.allocated(), meter.peak()) == (3, 9), "a peak has no bytes that were evictable then"
     meter.reset_peak()
     assert meter.peak() == 3
 

@@ -14,7 +14,7 @@ from lightning_ssd.model_states.units import FlatParameter
 from tests.ranks.test_build import build_on_ranks
 
 
-def lend_all(states: ModelStates) -> tuple[DeviceStates, list[FlatParameter]]:
+def choose_all(states: ModelStates) -> tuple[DeviceStates, list[FlatParameter]]:
     """Returns states on the device, and the flat parameters, all of which may be there."""
     device = states.device_states
     assert device is not None
@@ -26,11 +26,11 @@ def lend_all(states: ModelStates) -> tuple[DeviceStates, list[FlatParameter]]:
 
 
 def test_first_units_stay_on_the_device(tmp_path: Path) -> None:
-    """The others are brought home at once, also if a first unit moves to the device meanwhile."""
+    """The others are offloaded at once, also while a first unit is copied to the device."""
 
     def look(states: ModelStates) -> list[bool]:
-        device, flats = lend_all(states)
-        del device._lent[flats[0]]
+        device, flats = choose_all(states)
+        del device._chosen[flats[0]]
         device.use(2 * 12 * flats[0].numel)
         return list(map(device.steps, flats))
 
@@ -38,15 +38,15 @@ def test_first_units_stay_on_the_device(tmp_path: Path) -> None:
         assert steps == [True, True, *[False] * (len(steps) - 2)]
 
 
-def test_values_are_brought_home_after_an_interrupted_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_are_offloaded_after_an_interrupted_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(flat: FlatParameter) -> None:
         raise KeyboardInterrupt
 
     def look(states: ModelStates) -> bool:
-        device, (flat, *_) = lend_all(states)
-        device._move(flat, flat.numel)
+        device, (flat, *_) = choose_all(states)
+        device._copy_to_device(flat, flat.numel)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(device, "_submit_home", interrupt)
+            patch.setattr(device, "_submit_offload", interrupt)
             device.use(0)
         device.use(0)
         return device.holds(flat)
@@ -54,15 +54,15 @@ def test_values_are_brought_home_after_an_interrupted_call(tmp_path: Path, monke
     assert build_on_ranks(tmp_path, ["1MiB"] * 2, look) == [False] * 2
 
 
-def test_an_error_of_a_copy_home_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_a_copy_to_the_host_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(flat: FlatParameter) -> None:
         raise ValueError("a lost device")
 
     def look(states: ModelStates) -> None:
-        device, (flat, *_) = lend_all(states)
-        device._move(flat, flat.numel)
+        device, (flat, *_) = choose_all(states)
+        device._copy_to_device(flat, flat.numel)
         with monkeypatch.context() as patch, pytest.raises(ValueError, match="a lost device"):
-            patch.setattr(device, "home", fail)
+            patch.setattr(device, "copy_to_host", fail)
             device.use(0)
 
     build_on_ranks(tmp_path, ["1MiB"] * 2, look)
@@ -79,10 +79,10 @@ def test_states_without_memory_do_not_try_again(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(Tensor, "to", copy)
 
     def look(states: ModelStates) -> tuple[bool, bool]:
-        device, (first, *others) = lend_all(states)
+        device, (first, *others) = choose_all(states)
         barrier.wait(20)
         short.set()
-        assert device._move(first, first.numel) is None
+        assert device._copy_to_device(first, first.numel) is None
         barrier.wait(20)
         short.clear()
         device.use(10**9)

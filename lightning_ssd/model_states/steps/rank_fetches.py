@@ -25,19 +25,19 @@ class RankFetches:
     Args:
         states: what the ranks share.
         stores: values of all flat parameters, which call `fetch` before they are read.
-        on_device: states on this rank's device.
+        device_states: states on this rank's device; None: there are none.
     """
 
     def __init__(
         self,
         states: RankStates,
         stores: Mapping[FlatParameter, StateStore],
-        on_device: DeviceStates | None,
+        device_states: DeviceStates | None,
     ) -> None:
         self._states = states
         self._messages = states.ranks.messages
-        self._on_device = on_device
-        self._away: dict[FlatParameter, tuple[int, int]] = {}
+        self._device_states = device_states
+        self._on_devices: dict[FlatParameter, tuple[int, int]] = {}
         """Number and turn of the last step of flat parameters that a device has made, this rank's too."""
         self._fetched: dict[FlatParameter, Future[None]] = {}
         """Futures of those of other ranks that this rank has fetched since."""
@@ -50,18 +50,18 @@ class RankFetches:
         """Notes where the values of `flat` are after a step; `key` are number and turn of its messages."""
         self._fetched.pop(flat, None)
         if on_device:
-            self._away[flat] = key
+            self._on_devices[flat] = key
         else:
-            self._away.pop(flat, None)
+            self._on_devices.pop(flat, None)
 
     def fetch(self, flat: FlatParameter) -> "Future[None]":
         """Brings all values of `flat`, of which no step runs, to host memory, if they are old there."""
         if self._states.owns(flat):
-            return finished(None) if self._on_device is None else self._on_device.bring_home(flat)
-        if flat not in self._away:
+            return finished(None) if self._device_states is None else self._device_states.offload(flat)
+        if flat not in self._on_devices:
             return finished(None)
         if flat not in self._fetched:
-            key, owner = self._away[flat], [self._states.owners[flat]]
+            key, owner = self._on_devices[flat], [self._states.owners[flat]]
             self._messages.post(Topic.FETCH, 0, 0, key, owner)
             collected: Future[dict[int, None]] = self._messages.collect(Topic.FETCHED, *key, owner)
             self._fetched[flat] = then(collected, lambda _: finished(None))
@@ -69,17 +69,17 @@ class RankFetches:
 
     def _serve(self, rank: int, key: tuple[int, int]) -> None:
         """Brings values to host memory for another rank. On the thread `ranks`."""
-        home = self.fetch(self._flat_of[key[0]])
-        self._messages.post_after(home, Topic.FETCHED, *key, lambda: None, [rank])
+        offloaded = self.fetch(self._flat_of[key[0]])
+        self._messages.post_after(offloaded, Topic.FETCHED, *key, lambda: None, [rank])
 
     def end(self) -> None:
         """Brings the values that this rank owns to host memory at the end of training, and tells the other ranks.
 
         They may read them after this rank has ended.
         """
-        if self._on_device is None:
+        if self._device_states is None:
             return
-        self._on_device.use(0)
-        for flat, key in list(self._away.items()):
+        self._device_states.use(0)
+        for flat, key in list(self._on_devices.items()):
             if self._states.owns(flat):
                 self._messages.post(Topic.FETCHED, *key, None, self._messages.others)
