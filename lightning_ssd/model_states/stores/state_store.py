@@ -325,9 +325,10 @@ class StateStore:
         if not self.flat.attached:
             return None
         self.flat.attached = False
-        exact = self.buffers.in_memory and all([item.dtype == self.flat.dtype for item in self.flat.param_views])
+        same_dtype = all([item.dtype == self.flat.dtype for item in self.flat.param_views])
+        exact = same_dtype and self.buffers.in_memory and not self.layout.split  # which rounds otherwise
         try:
-            # Compute weights are in host memory, whatever has become of a device that has the other values.
+            # Compute weights are in host memory, also if a device that has the other values is lost.
             staged = self.buffers.stage_in_place(step=False).result() if exact else self._staged_now()
         except Exception as error:
             cause = failed or error
