@@ -14,7 +14,7 @@ class AllocatorMeter(Protocol):
         """Returns the bytes that are allocated now."""
 
     def unreserved(self) -> int:
-        """Returns the bytes that the allocator does not hold and may reserve, and those that are lent."""
+        """Returns the bytes that the allocator does not hold and may reserve, and evictable ones."""
 
     def peak(self) -> int:
         """Returns the peak of allocated bytes since the last `reset_peak`."""

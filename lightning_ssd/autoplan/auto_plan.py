@@ -127,7 +127,7 @@ class AutoPlan(Uncopied):
         self._ran_out = False
         """Whether a micro-batch of the present step has run out of memory."""
         self._most_allocated = 0
-        """The most bytes that were allocated, without those that are lent."""
+        """The most bytes that were allocated, without evictable ones."""
         offloader = self._training.offloader
         # An earlier training may have had the same offloader: Lightning's Tuner trains several times.
         placement = make_auto_placement(tuple(offloader.tiers), offloader.device)

@@ -17,7 +17,7 @@ from lightning_ssd.device.memory import (
     CUDAMemory,
     allocator_memory,
     available_memory,
-    lend,
+    count_evictable,
     process_gpu_memory,
     process_ram,
     trim_heap,

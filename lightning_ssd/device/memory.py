@@ -103,33 +103,42 @@ def _memory_fraction(device: torch.device) -> float:
 
 
 def allocator_memory(device: torch.device) -> "CUDAMemory | None":
-    """Returns the state of the allocator of `device`, without lent bytes; None: a CPU, whose memory has no limit."""
-    return CUDAMemory(device, lent=_lent) if device.type == "cuda" else None
+    """Returns the allocator's state of `device`, without evictable bytes; None: a CPU, whose memory has no limit."""
+    return CUDAMemory(device, evictable=_evictable) if device.type == "cuda" else None
 
 
-_lent: Counter[torch.device] = Counter()
-"""Bytes of each device that are lent."""
+_evictable: Counter[torch.device] = Counter()
+"""Bytes of each device that are evictable."""
+
+_peaks: Counter[torch.device] = Counter()
+"""Peak of each device's allocated bytes, without evictable ones, from the last reset to the last `count_evictable`."""
 
 
-def lend(device: torch.device, nbytes: int) -> None:
-    """Adds `nbytes` to the bytes that are lent: in use until a training might need them.
+def count_evictable(device: torch.device, nbytes: int) -> None:
+    """Adds `nbytes` to the evictable bytes, which are in use until a micro-batch may need them.
 
-    One thread calls. Any may read, a moment before or after the allocator's statistics change.
+    One thread calls, before it allocates them, and after it has freed them. Any may read, a moment before or after the
+    allocator's statistics change.
     """
-    _lent[device] += nbytes
+    if device.type == "cuda":  # whose allocator's peak does not tell how many of its bytes were evictable then
+        _peaks[device] = max(_peaks[device], torch.cuda.max_memory_allocated(device) - _evictable[device])
+        torch.cuda.reset_peak_memory_stats(device)
+    _evictable[device] += nbytes
 
 
 class CUDAMemory:
-    """The state of torch's allocator on a CUDA device, in bytes. Nothing else in the package reads or resets peaks.
+    """The state of torch's allocator on a CUDA device, in bytes.
+
+    Nothing else in the package but `count_evictable` reads or resets peaks.
 
     Args:
         device: the device.
-        lent: bytes by device that are not counted as allocated.
+        evictable: bytes by device that are not counted as allocated.
     """
 
-    def __init__(self, device: torch.device, *, lent: Mapping[torch.device, int] = MappingProxyType({})) -> None:
+    def __init__(self, device: torch.device, *, evictable: Mapping[torch.device, int] = MappingProxyType({})) -> None:
         self._device = device
-        self._lent = lent
+        self._evictable = evictable
         self._limit = usable_gpu_memory(device)  # asks the driver, which takes longer than the allocator
         self._most_reserved = process_gpu_memory(device)
 
@@ -139,22 +148,23 @@ class CUDAMemory:
 
     def allocated(self) -> int:
         """Returns the bytes that are allocated now."""
-        return self._read("allocated_bytes", "current") - self._lent.get(self._device, 0)
+        return self._read("allocated_bytes", "current") - self._evictable.get(self._device, 0)
 
     def reserved(self) -> int:
         """Returns the bytes that the allocator holds now, for tensors and cached."""
         return self._read("reserved_bytes", "current")
 
     def unreserved(self) -> int:
-        """Returns the bytes that the allocator does not hold and may reserve, and those that are lent."""
-        return self._most_reserved - self.reserved() + self._lent.get(self._device, 0)
+        """Returns the bytes that the allocator does not hold and may reserve, and evictable ones."""
+        return self._most_reserved - self.reserved() + self._evictable.get(self._device, 0)
 
     def peak(self) -> int:
-        """Returns the peak of allocated bytes since the last `reset_peak`, without those that are lent now."""
-        return self._read("allocated_bytes", "peak") - self._lent.get(self._device, 0)
+        """Returns the peak of allocated bytes since the last `reset_peak`, without bytes that were evictable then."""
+        return max(_peaks[self._device], self._read("allocated_bytes", "peak") - self._evictable.get(self._device, 0))
 
     def reset_peak(self) -> None:
         """Resets the peak to the bytes that are allocated now."""
+        _peaks[self._device] = 0
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def _read(self, name: str, statistic: str) -> int:

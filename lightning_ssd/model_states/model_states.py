@@ -681,12 +681,10 @@ class ModelStates(Uncopied):
         if failure is None:
             shutdown.run(self._staged.pull_all)
             shutdown.run(self.finish)
-            if self._rank_steps is not None and shutdown.failure is None:
-                shutdown.run(self._rank_steps.fetches.end)
         if self._ranks is not None and shutdown.failure is not None:
             self._ranks.ranks.messages.fail(shutdown.failure)  # other ranks wait, and jobs of this one for them
-        if self.device_states is not None:
-            shutdown.run(self.device_states.use, 0)
+        if self._rank_steps is not None:
+            shutdown.run(self._rank_steps.fetches.end)
         shutdown.run(self._end)
         self._restore_model(shutdown)
         if self._ranks is not None and shutdown.failure is not None:

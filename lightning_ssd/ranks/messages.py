@@ -55,7 +55,8 @@ class Topic(IntEnum):
     """The sender needs all values of a flat parameter in host memory, some of which are on the device of the receiver,
     its owner. The content are number and turn of `FETCHED`."""
     FETCHED = auto()
-    """The sender, a flat parameter's owner, has written all of its values to host memory, after the last step."""
+    """The sender, a flat parameter's owner, has written all of its values to host memory, after the last step. It is
+    sent after a failure, too, by threads that do not wait for other ranks."""
     TRAINING = auto()
     """A part of the sender's training state, for the record of a step that rank 0, the receiver, writes."""
     RECORDED = auto()
@@ -85,8 +86,9 @@ class RankMessages(Uncopied):
     """Sends messages to other ranks and receives theirs, each with a topic, a number and a turn.
 
     A rank that ends without `close` (killed, or by an exception) makes all futures of messages fail on the other ranks,
-    pending and later ones, with an error that names it, except of messages that it has sent before. If it has
-    ended by `close`, without an error, those fail that need a message which it has not sent.
+    pending and later ones, with an error that names it, except of messages that it has sent before, and of
+    `Topic.FETCHED` from ranks that have not ended. If it has ended by `close`, without an error, those fail that need a
+    message which it has not sent.
 
     Threads: any. `_lock` guards the fields below it; it is not held while futures complete. Futures complete, and run
     their callbacks, on the thread `ranks`, which receives; or on the calling thread if their messages have arrived.
@@ -129,6 +131,8 @@ class RankMessages(Uncopied):
         self._boxes: dict[_Key, _Box] = {}
         self._ended: set[int] = set()
         """Ranks whose training has ended without an error."""
+        self._gone: set[int] = set()
+        """Ranks from which no message can be received any more."""
         self._batches = 0
         """Training batches that this rank has begun."""
         self._lasts: set[int] = set()
@@ -254,7 +258,7 @@ class RankMessages(Uncopied):
     def fail(self, error: BaseException) -> None:
         """Ends the training of all ranks with the text of an error of this one, unless another one has failed before.
 
-        All pending futures fail, here and there, and later ones of messages that have not arrived.
+        All pending futures fail, here and there, and later ones of messages that have not arrived; but see the class.
         """
         text = str(error) if isinstance(error, RankError) else f"{type(error).__name__}: {error}"
         own = error if isinstance(error, RankError) else RankError(f"{self._name(self.rank)} has failed: {text}")
@@ -318,6 +322,9 @@ class RankMessages(Uncopied):
                         unread = socket.socket(fileno=found.fd)
                         unread.shutdown(socket.SHUT_RD)  # otherwise the other rank may wait for room for ever
                         unread.detach()
+                        with self._lock:
+                            self._gone.add(found.data)
+                        self._complete()
 
     def _receive(self, rank: int) -> bool:
         """Receives one message of a rank. Returns False if no more of its messages can be received."""
@@ -374,7 +381,7 @@ class RankMessages(Uncopied):
                 if box is None or box.expected is None:
                     continue
                 missing = box.expected - box.contents.keys()
-                error = self._why_missing(missing) if missing else None
+                error = self._why_missing(key[0], missing) if missing else None
                 if not missing or error is not None:
                     completed.append((self._boxes.pop(key), error))
         for box, error in completed:
@@ -386,8 +393,10 @@ class RankMessages(Uncopied):
     def _name(self, rank: int) -> str:
         return f"rank {self._first + rank}"
 
-    def _why_missing(self, ranks: Collection[int]) -> RankError | None:
+    def _why_missing(self, topic: Topic, ranks: Collection[int]) -> RankError | None:
         """Returns why messages of ranks will not arrive; None: they may. The lock is held."""
+        if topic is Topic.FETCHED and self._failure is not None and not self._gone.intersection(ranks):
+            return None
         if self._failure is None and (ended := sorted(self._ended.intersection(ranks))):
             return self._had_fewer(ended[0], f"has ended its training, and {self._name(self.rank)} goes on")
         return self._failure

@@ -38,7 +38,8 @@ class PeerMemory(Uncopied):
     (`Topic.FULL`), and sends a new list when one of these is summed. It stops waiting, and its caller copies the
     gradient to host memory, if none of its slots can become free: each of their gradients is missing from the list of
     another rank that waits. If all ranks waited, and none stopped, one slot's gradient would be in all lists. That one
-    is summed, so that a rank goes on.
+    is summed, so that a rank goes on. A list may be old for a moment, after its rank has learned of a sum
+    and before this one has: a gradient that is copied to host memory then had only to wait for the message.
 
     A rank may also be in a collective of its backward, such as that of `sync_batchnorm`, which this rank reaches later.
     No message tells that. So a rank stops waiting when nothing has changed for `PATIENCE_SECONDS`, and does not begin

@@ -119,7 +119,7 @@ class RunStates(Uncopied, StatesOwner):
         self._setup: Setup | None = None
         """Settings with which `model_states` were made."""
         self._told_spare = False
-        """Whether a log line has told that the device has memory to spare."""
+        """Whether a log line has said that the device has memory to spare."""
         self._undo: list[Callable[[], None]] = []
         """Functions that restore changed callbacks; called in reverse order."""
 
@@ -308,8 +308,8 @@ class RunStates(Uncopied, StatesOwner):
         if spare and not self._told_spare:
             self._told_spare = True
             pl.utilities.rank_zero_info(
-                f"ssd_offload: this device has {format_bytes(spare)} to spare: optimizer states that it owns move "
-                "there, and are stepped there, until a micro-batch may need the memory."
+                f"ssd_offload: this device has {format_bytes(spare)} to spare: optimizer states of this rank are kept "
+                "and stepped there, until a micro-batch may need the memory."
             )
 
     def regroup(self) -> None:

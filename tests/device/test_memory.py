@@ -11,7 +11,7 @@ from lightning_ssd.device import (
     CUDAMemory,
     allocator_memory,
     available_memory,
-    lend,
+    count_evictable,
     process_gpu_memory,
     process_ram,
     usable_gpu_memory,
@@ -91,12 +91,27 @@ def test_the_allocators_state_equals_torchs_report(gpu: Any, monkeypatch: pytest
     meter = allocator_memory(GPU)
     assert meter is not None
     before = meter.unreserved()
-    lend(GPU, 2)
-    try:
-        assert (meter.allocated(), meter.peak(), meter.reserved(), meter.unreserved() - before) == (1, 5, 5, 2)
-        assert memory.allocated() == 3, "copies count lent bytes, as they are in use"
-    finally:
-        lend(GPU, -2)
+
+    def allocate(nbytes: int) -> None:
+        every = pools["all"]
+        every["current"] += nbytes
+        every["peak"] = max(every.values())
+
+    monkeypatch.setattr(
+        torch.cuda, "reset_peak_memory_stats", lambda device: pools["all"].update(peak=pools["all"]["current"])
+    )
+    count_evictable(GPU, 2)
+    allocate(2)
+    assert (meter.allocated(), meter.peak(), meter.reserved(), meter.unreserved() - before) == (3, 7, 5, 2)
+    assert memory.allocated() == 5, "copies count evictable bytes, as they are in use"
+    allocate(6)
+    allocate(-6)
+    assert meter.peak() == 9
+    allocate(-2)
+    count_evictable(GPU, -2)
+    assert (meter.allocated(), meter.peak()) == (3, 9), "a peak has no bytes that were evictable then"
+    meter.reset_peak()
+    assert meter.peak() == 3
 
 
 def _version_2(folder: str, limit: int | str, used: int) -> dict[str, str]:

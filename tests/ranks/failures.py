@@ -58,12 +58,12 @@ class Net(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def fit(module: Net, batches: int = 4, clip: float | None = None, **strategy: Any) -> None:
+def fit(module: Net, batches: int = 4, clip: float | None = None, precision: Any = "32-true", **strategy: Any) -> None:
     trainer = pl.Trainer(
         strategy=SSDOffloadStrategy(**{"states": "host", "min_bytes": 1024} | strategy), accelerator=ACCELERATOR,
         devices=DEVICES, num_nodes=dist.get_world_size() // DEVICES,
-        gradient_clip_val=clip, use_distributed_sampler=False, max_epochs=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
+        gradient_clip_val=clip, precision=precision, use_distributed_sampler=False, max_epochs=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(module, DataLoader([torch.ones(4, WIDTH) for _ in range(batches)], batch_size=None))
 
@@ -240,6 +240,36 @@ def fail_on_device() -> None:
     fit(FullDevices(), clip=0.1)
 
 
+class OnDevices(Net):
+    """Optimizer states are on the devices of their owners, from the first step on."""
+
+    def on_train_start(self) -> None:
+        for _ in self.layers:
+            self.trainer.strategy.model_states.device_states.use(10**9)
+
+
+def values_after(act: Callable[[Net, int], None], precision: str, *, states: bool) -> None:
+    """Raises an error whose text says whether a module has the values of two steps after its third batch has failed.
+
+    `states`: whether optimizer states are compared, too. They are not available where the third step has begun.
+    """
+    found = []
+    for module, batches in [(OnDevices(), 2), (OnDevices(act), 4)]:
+        torch.manual_seed(0)
+        for layer in module.layers:
+            layer.reset_parameters()
+        try:
+            fit(module, batches, precision=precision)
+        except Exception as error:
+            print(f"failed: {error}", flush=True)
+        (optimizer,) = module.trainer.optimizers
+        kept = [value for state in optimizer.state.values() for value in state.values()] if states else []
+        found.append([*module.parameters(), *kept])
+    expected, ours = found
+    same = len(ours) == len(expected) and all(map(torch.equal, ours, expected))
+    raise ValueError(f"the values are those of two steps: {same}")
+
+
 CAUGHT: dict[str, tuple[Callable[[], None], str]] = {
     "other model": (lambda: fit(Wider()), r"rank 0 and rank 1 train differently: 'layers.1.bias"),
     "other learning rate": (
@@ -303,6 +333,21 @@ ENDS = {
         "RankError: rank 1 has ended its training, and rank 0 goes on",
     ),
     "lost device": (fail_on_device, 0, "RankError: rank 1 has failed: ValueError: a lost device"),
+    "raise, with states on devices": (
+        lambda: values_after(fail, "bf16-mixed", states=False),
+        0,
+        "the values are those of two steps: True",
+    ),
+    "raise, with states on devices, on the rank that fails": (
+        lambda: values_after(fail, "bf16-mixed", states=True),
+        1,
+        "the values are those of two steps: True",
+    ),
+    "kill, with states on devices": (
+        lambda: values_after(die, "32-true", states=False),
+        0,
+        "the values are those of two steps: True",
+    ),
     "kill, in DDP": (lambda: fit(Net(die, "backward"), states="gpu"), 0, "lightning_ssd: rank 1 has died"),
     "kill of rank 0, in DDP": (
         lambda: fit(Net(partial(die, rank=0)), states="gpu"),

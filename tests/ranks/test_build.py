@@ -1,84 +1,22 @@
 """Model states that several ranks share, as they are built. The ranks are threads of one process."""
 
-import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from lightning_ssd.activations import OffloadConfig, make_offloader
 from lightning_ssd.model_states import (
-    MetaTensors,
     ModelStates,
-    Setup,
-    StatesConfig,
     build,
-    make_model_states,
     model_states,
 )
 from lightning_ssd.model_states.units import units
-from lightning_ssd.ranks import RankMemory, Ranks
-from lightning_ssd.ranks.rank_memory import make_files
 from lightning_ssd.summary import describe_totals
-from tests.support.ranks import connect
+from tests.support.ranks import UNITS, WIDTH, build_on_ranks
 from tests.support.trainings import package_threads
-
-T = TypeVar("T")
-
-WIDTH = 64
-UNITS = 8
-
-
-def make_block() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
-
-
-def build_on_ranks(
-    path: Path, host_memory: Sequence[str], look: Callable[[ModelStates], T], **settings: Any
-) -> list[T]:
-    """Has each rank build the states of a model of equal units, and returns what `look` returns of them."""
-    size = len(host_memory)
-    messages, descriptors = connect(size), make_files(size)
-
-    def make(rank: int) -> T:
-        model = nn.Sequential(*(make_block() for _ in range(UNITS)))
-        setup = Setup(
-            config=StatesConfig("auto", "auto", None, "optimized", "fp32", "auto", False),
-            storage=OffloadConfig(path, host_memory=host_memory[rank], offload="none"),
-            default_path=path,
-            autocast=None,
-            clip_norm=lambda: False,
-            clip_value=lambda: None,
-            defer_to_user_hooks=False,
-            world_size=size,
-            **settings,
-        )
-        states = make_model_states(
-            model,
-            [torch.optim.AdamW(model.parameters())],
-            set(model.parameters()),
-            MetaTensors(set(), set()),
-            torch.device("cpu"),
-            setup,
-            connected=Ranks(messages[rank], [RankMemory(descriptor) for descriptor in descriptors]),
-        )
-        try:
-            return look(states)
-        finally:
-            states.close()
-
-    try:
-        with ThreadPoolExecutor(size) as executor:
-            return list(executor.map(make, range(size)))
-    finally:
-        for one in messages:
-            one.close()
-        for descriptor in descriptors:
-            os.close(descriptor)
 
 
 def flats(states: ModelStates) -> list[int]:

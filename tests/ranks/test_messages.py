@@ -191,6 +191,18 @@ def test_what_a_rank_has_sent_before_it_fails_is_collected_afterwards(three: lis
     assert first.collect(Topic.SUM, 0, 0, [1]).result(timeout=0) == {1: b"sent"}
 
 
+def test_after_a_failure_values_are_expected_from_a_rank_until_it_ends(three: list[RankMessages]) -> None:
+    two = [three[0].collect(Topic.FETCHED, 0, turn, [1]) for turn in (1, 2)]
+    three[2].fail(ValueError("no more"))
+    assert isinstance(three[0].failed.exception(20), RankError)
+    assert not any(one.done() for one in two)
+    three[1].post(Topic.FETCHED, 0, 1, "values", [0])
+    assert two[0].result(20) == {1: "values"}
+    assert not two[1].done()
+    three[1].close()
+    assert isinstance(two[1].exception(20), RankError)
+
+
 def test_a_dead_rank_is_named(three: list[RankMessages]) -> None:
     first, second, third = three
     wait = first.collect(Topic.READY, 0, 0, [2])

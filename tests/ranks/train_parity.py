@@ -64,8 +64,8 @@ class Net(pl.LightningModule):
         """Gradients that the device of another rank, or of this one, has read from host memory."""
         self.on_device = 0
         """Steps that the device of this rank has made."""
-        self.left = 0
-        """Times that all states have left the device."""
+        self.evictions = 0
+        """Times that all states were evicted from the device."""
 
     def forward(self, x: Tensor, index: int) -> Tensor:
         for number in self.case.route(self.rank, index):
@@ -338,7 +338,7 @@ class Case:
     """Most gradients that are copied to host memory: few, if all ranks compute them in the same order."""
     callback: Callable[[], pl.Callback] | None = None
     room: Callable[[int], int] | None = None
-    """Returns the bytes of the device that may be lent in a batch; None: none are."""
+    """Returns the bytes of the device that optimizer states may use in a batch; None: none."""
     spare: bool = False
     """Whether the device has memory to spare, as `offload="auto"` finds."""
     trainer: dict[str, Any] = field(default_factory=dict)
@@ -346,10 +346,10 @@ class Case:
 
 
 CASES = {
-    "adamw": Case(most_on_host=0),
+    "adamw": Case(most_on_host=2),
     "fused": Case(lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True)),
     "sgd with momentum": Case(sgd),
-    "clipped by norm": Case(trainer={"gradient_clip_val": 0.05}, most_on_host=0),
+    "clipped by norm": Case(trainer={"gradient_clip_val": 0.05}, most_on_host=2),
     "speculation": Case(module=Writes, strategy={"clip": "speculative"}, trainer={"gradient_clip_val": 0.9}),
     "clipped by value": Case(trainer={"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}),
     "accumulated": Case(trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}),
@@ -390,7 +390,7 @@ CASES = {
     "manual, gradients are kept": Case(sgd, route=lambda rank, index: [0, 1 + (rank + index) % 2], module=Keeps),
     "steps after backward": Case(strategy={"overlap": "none"}),
     "values are loaded": Case(module=Reloads),
-    "SSD": Case(strategy={"states": "ssd"}, most_on_host=0),
+    "SSD": Case(strategy={"states": "ssd"}, most_on_host=2),
     "SSD, clipped by norm": Case(strategy={"states": "ssd"}, trainer={"gradient_clip_val": 0.05}),
     "SSD, branches": Case(strategy={"states": "ssd"}, route=lambda rank, index: [0, 1 + (rank + index) % 2]),
     "SSD, values are read": Case(strategy={"states": "ssd"}, module=Looks),
@@ -406,13 +406,15 @@ CASES["memory to spare"] = Case(
     module=Validates, callback=pl.Callback, spare=True, strategy={"states": "auto"}, trainer={"gradient_clip_val": 0.05}
 )
 
-LENT = ("adamw", "fused", "clipped by norm", "clipped by value", "branches", "tied and frozen", "values are read",
+ON_DEVICES = ("adamw", "fused", "clipped by norm", "clipped by value", "branches", "tied and frozen", "values are read",
         "values are loaded", "weights are written", "moving average of weights",
         "gradients may be read later")  # fmt: skip
 """Cases that are trained again with optimizer states on the devices of their owners."""
 
-CASES |= {f"{name}, on devices": replace(CASES[name], room=lambda index: 10**9) for name in LENT}
-CASES |= {f"{name}, on devices at times": replace(CASES[name], room=lambda index: index % 3 * 10**5) for name in LENT}
+CASES |= {f"{name}, on devices": replace(CASES[name], room=lambda index: 10**9) for name in ON_DEVICES}
+CASES |= {
+    f"{name}, on devices at times": replace(CASES[name], room=lambda index: index % 3 * 10**5) for name in ON_DEVICES
+}
 
 
 def batches(rank: int) -> list[Tensor]:
@@ -463,7 +465,7 @@ def train_by(strategy: pl.strategies.Strategy, case: Case) -> tuple[Net, dict[st
     use_device = DeviceStates.use
 
     def observed_use(states: DeviceStates, nbytes: int) -> None:
-        module.left += not nbytes and any(map(states.steps, states._optimizers))
+        module.evictions += not nbytes and any(map(states.steps, states._optimizers))
         use_device(states, nbytes)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -566,11 +568,11 @@ def differences(case: Case) -> Iterator[str]:
     most = case.most_on_host if os.environ.get("NCCL_P2P_DISABLE") != "1" else None
     if most is not None and ours.on_host > most:
         yield f"{ours.on_host} gradients were copied to host memory"
-    lent = case.room is not None or case.spare
-    if bool(ours.on_device) != (lent and case.trainer.get("gradient_clip_algorithm") != "value"):
+    chosen = case.room is not None or case.spare
+    if bool(ours.on_device) != (chosen and case.trainer.get("gradient_clip_algorithm") != "value"):
         yield f"{ours.on_device} steps were made on the device"
-    if case.spare and ours.left != 3:  # before both validations, and at the end
-        yield f"states have left the device {ours.left} times"
+    if case.spare and ours.evictions != 3:  # before both validations, and at the end
+        yield f"states were evicted from the device {ours.evictions} times"
     if any(ours.whole_at_commit):
         yield "a model has had its memory while that of its states was committed"
     offloaded = [one for one in ours.parameters() if one.nbytes >= 1024]

@@ -30,6 +30,7 @@ from lightning_ssd.model_states.units import FlatParameter, ParamView
 from lightning_ssd.model_states.weights import OffloadedModel
 from lightning_ssd.shutdown import Shutdown
 from lightning_ssd.storage import DetachedBlobs
+from lightning_ssd.waits import wait_for
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +125,7 @@ class ModelRestorer:
             self._refuse(store, optimizer, "they are kept for the next run, which resumes from them")
         else:
             try:
+                wait_for(store.fetch(), f"the optimizer states of {flat.name}")
                 self._put(store, flat_optimizer, optimizer)
             except Exception as error:  # such as too little memory: other flat parameters are handed over all the same
                 self._refuse(store, optimizer, str(error))

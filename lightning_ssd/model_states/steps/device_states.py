@@ -3,13 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_ssd.device import CopyEngine, lend
-from lightning_ssd.futures import Future, finished
+from lightning_ssd.device import CopyEngine, count_evictable
+from lightning_ssd.futures import Future, all_of, finished
 from lightning_ssd.model_states.optimizers import (
     AdamOptimizer,
     FlatOptimizer,
@@ -23,7 +24,7 @@ from lightning_ssd.model_states.optimizers import (
 from lightning_ssd.model_states.steps.peer_sums import PeerSums
 from lightning_ssd.model_states.stores import StagedState, StateStore
 from lightning_ssd.model_states.units import FlatParameter
-from lightning_ssd.waits import wait_for_all
+from lightning_ssd.waits import wait_for
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -48,15 +49,16 @@ class DeviceStates:
     through host memory, for the mean gradient and the compute weights, which all ranks read there as before; a step on
     the CPU moves 36. The bits are the same.
 
-    Host memory keeps its room for the values, which are old there until `bring_home`: the device's memory is given back
+    Host memory keeps its room for the values, which are old there until `offload`: the device's memory is freed
     at once when a micro-batch may need it.
 
-    Threads: `use` is called on the training thread, `holds` and `bring_home` on any. `step`, and the jobs of
-    `bring_home`, run on the thread `sums` and use its stream. `_lent` is changed by the training thread, and by a step
-    that finds no memory; `_held` by the thread `sums` alone. No lock: each change is one operation on a dictionary.
+    Threads: `use` is called on the training thread, `holds` and `offload` on any. `step`, and the jobs of
+    `offload`, run on the thread `sums` and use its stream. `_chosen` is changed by the training thread, and by a step
+    that finds no memory; `_held` and `_refused` by the thread `sums` alone. No lock: each change, and each copy of a
+    whole one, is one operation.
 
-    Ownership: from a flat parameter's first step on the device until `bring_home`, its values but the compute weights
-    belong to this object. `bring_home` is called while no step of it runs, or waits for the step's job.
+    Ownership: from a flat parameter's first step on the device until `offload`, its values but the compute weights
+    belong to this object. `offload` is called while no step of it runs, or waits for the step's job.
 
     Args:
         flat_optimizers: flat parameters that this rank owns, in the order of the forward.
@@ -82,8 +84,10 @@ class DeviceStates:
         }
         self._begun = False
         """Whether memory was to be used before."""
-        self._lent: dict[FlatParameter, None] = {}
+        self._chosen: dict[FlatParameter, None] = {}
         """Flat parameters that are stepped on the device from now on."""
+        self._refused: set[FlatParameter] = set()
+        """Flat parameters for which the device had no memory, although there was to be some: they stay on the host."""
         self._held: dict[FlatParameter, list[_Part]] = {}
 
     # ---- room on the device ----
@@ -96,6 +100,9 @@ class DeviceStates:
 
         Args:
             nbytes: bytes that nothing else needs.
+
+        Raises:
+            Exception: values could not be copied to host memory.
         """
         on_cuda = self._copies.device.type == "cuda"
         if nbytes and not self._begun and on_cuda:
@@ -103,39 +110,36 @@ class DeviceStates:
             torch.cuda.empty_cache()
             self._begun = True
             return
-        leaving: list[FlatParameter] = []
-        used = 0
-        for flat in self._optimizers:
-            used += _nbytes(flat)
-            if used > nbytes:
-                if flat in self._lent:
-                    del self._lent[flat]
-                    leaving.append(flat)
-            elif flat not in self._lent:
-                self._lent[flat] = None
-                break
-        if leaving:
+        wanted = [flat for flat in self._optimizers if flat not in self._refused]
+        fitting = {flat for flat, used in zip(wanted, accumulate(map(_nbytes, wanted)), strict=True) if used <= nbytes}
+        # Held ones that are not chosen are those of a call that was interrupted.
+        evicted = {*self._chosen, *self._held} - fitting.intersection(self._chosen)
+        for flat in evicted:
+            self._chosen.pop(flat, None)
+        added = next((flat for flat in wanted if flat in fitting and flat not in self._chosen), None)
+        if added is not None:
+            self._chosen[added] = None
+        if evicted:
             # A step of one of them may be about to move it to the device: its job is before this one, or finds that it
             # may not.
-            wait_for_all([self._submit_home(flat) for flat in leaving], "optimizer states on the device")
+            wait_for(all_of([self._submit_offload(flat) for flat in evicted]), "optimizer states on the device")
             if on_cuda:
                 torch.cuda.empty_cache()  # of another stream, which the training would not use
-                torch.cuda.reset_peak_memory_stats(self._copies.device)
 
     def steps(self, flat: FlatParameter) -> bool:
         """Returns whether `flat` is stepped on the device. On the training thread."""
-        return flat in self._lent
+        return flat in self._chosen
 
     def holds(self, flat: FlatParameter) -> bool:
         """Returns whether values of `flat`, of which no step runs, are old in host memory."""
         return flat in self._held
 
-    def bring_home(self, flat: FlatParameter) -> "Future[None]":
+    def offload(self, flat: FlatParameter) -> "Future[None]":
         """Copies the values of `flat`, of which no step runs, to host memory, if they are old there. On any thread."""
-        return self._submit_home(flat) if self.holds(flat) else finished(None)
+        return self._submit_offload(flat) if self.holds(flat) else finished(None)
 
-    def _submit_home(self, flat: FlatParameter) -> "Future[None]":
-        return self._sums.submit(partial(self.home, flat), [], priority=-2)
+    def _submit_offload(self, flat: FlatParameter) -> "Future[None]":
+        return self._sums.submit(partial(self.copy_to_host, flat), [], priority=-2)
 
     # ---- on the thread `sums` ----
 
@@ -152,10 +156,12 @@ class DeviceStates:
             (mean,) = mean.sources
         on_cuda = self._copies.device.type == "cuda"
         settings = optimizer.device_settings(given, self._staged(flat))
-        if settings is None or flat not in self._lent or (on_cuda and not has_cuda_step(self._copies.device)):
+        if settings is None or flat not in self._chosen:
             return False
         read, written = self._sums.begin()
-        parts = self._held.get(flat) or self._move(flat, read.numel() if on_cuda else flat.numel)
+        if on_cuda and not has_cuda_step(self._copies.device):
+            return False
+        parts = self._held.get(flat) or self._copy_to_device(flat, read.numel() if on_cuda else flat.numel)
         if parts is None:
             return False
         weights = self._staged(flat).weights
@@ -179,7 +185,7 @@ class DeviceStates:
         self._sums.end()
         return True
 
-    def home(self, flat: FlatParameter) -> None:
+    def copy_to_host(self, flat: FlatParameter) -> None:
         """Copies the values of `flat` to host memory, and frees those on the device."""
         parts, staged = self._held.get(flat), self._staged(flat)
         if parts is None:
@@ -190,22 +196,25 @@ class DeviceStates:
             for array, values in zip(arrays, part.values, strict=True):
                 if array is not staged.weights:  # which each step writes
                     array[part.start : part.start + values.numel()].copy_(values)
-        del self._held[flat], parts
-        lend(self._copies.device, -_nbytes(flat))
+        del self._held[flat], parts, part, values
+        count_evictable(self._copies.device, -_nbytes(flat))
 
-    def _move(self, flat: FlatParameter, size: int) -> list[_Part] | None:
+    def _copy_to_device(self, flat: FlatParameter, size: int) -> list[_Part] | None:
         """Copies the values of `flat` to the device, in parts of `size` elements; None: there is no memory."""
         arrays, device = _arrays(self._staged(flat)), self._copies.device
         parts: list[_Part] = []
+        count_evictable(device, _nbytes(flat))
         try:
             for start in range(0, flat.numel, size):
                 masters, first, second = [array[start : start + size].to(device, copy=True) for array in arrays]
                 parts.append(_Part(start, (masters, first, second)))
         except torch.OutOfMemoryError:
-            self._lent.pop(flat, None)
+            self._refused.add(flat)
+            self._chosen.pop(flat, None)
+            parts.clear()
+            count_evictable(device, -_nbytes(flat))
             return None
         self._held[flat] = parts
-        lend(device, _nbytes(flat))
         return parts
 
     def _staged(self, flat: FlatParameter) -> StagedState:

@@ -188,7 +188,7 @@ class RankSteps:
             self.device_states = DeviceStates(
                 {flat: flat_optimizers[flat] for flat in owned}, stores, copies, self._peer_sums
             )
-        self.fetches = RankFetches(states, stores, self._key, self.device_states)
+        self.fetches = RankFetches(states, stores, self.device_states)
         self._written: dict[FlatParameter, int] = {}
         """Checksums of weights that user code has written since the last sum, which other hosts compare at the next."""
         self._turns = dict.fromkeys(stores, 0)
@@ -506,7 +506,7 @@ class RankSteps:
 
         def describe() -> _Step:
             on_device = self.device_states is not None and self.device_states.holds(flat)
-            self.fetches.note(flat, on_device=on_device)
+            self.fetches.note(flat, key, on_device=on_device)
             return _Step(made() is not None, store.hashes(), on_device)
 
         messages.post_after(stored, Topic.STEP, *key, describe, messages.others)
@@ -527,7 +527,7 @@ class RankSteps:
                 self._flat_optimizers[flat].commit(has_grad or summed.result().has_grad, options)
                 store.commit()
                 store.adopt_hashes(step.hashes)
-            self.fetches.note(flat, on_device=step.on_device)
+            self.fetches.note(flat, key, on_device=step.on_device)
             if reduced:
                 gradient.end_step()
             return finished(None)

@@ -176,7 +176,7 @@ class OptimizerStep:
         def run() -> "Future[None] | None":  # on the thread `sums`
             scale = self.scale.result()
             if scale is not None and (self.limit is not None or not states.step(self.store.flat, self._input(scale))):
-                states.home(self.store.flat)
+                states.copy_to_host(self.store.flat)
                 return self._submit(lambda: self._make_in_memory(scale), [])
             self._end(committed=scale is not None)
             return None

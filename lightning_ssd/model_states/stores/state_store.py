@@ -325,15 +325,18 @@ class StateStore:
         if not self.flat.attached:
             return None
         self.flat.attached = False
+        same_dtype = all([item.dtype == self.flat.dtype for item in self.flat.param_views])
+        exact = same_dtype and self.buffers.in_memory and not self.layout.split  # which rounds otherwise
         try:
-            staged = self._staged_now()
+            # Compute weights are in host memory, also if a device that has the other values is lost.
+            staged = self.buffers.stage_in_place(step=False).result() if exact else self._staged_now()
         except Exception as error:
             cause = failed or error
             log.error("the weights of %s are lost, and are NaN now: %s", self.flat.name, cause)
             for item in self.flat.param_views:
                 item.parameter.data = torch.full(item.parameter.shape, float("nan"), dtype=item.dtype)
             return cause
-        masters = staged.masters()
+        masters = staged.weights if exact else staged.masters()
         for index, item in enumerate(self.flat.param_views):
             memory = self.flat.memory(index)
             if memory is not None and (memory.device.type, memory.dtype) == ("cpu", item.dtype):
