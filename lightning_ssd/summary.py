@@ -37,8 +37,6 @@ def describe_activations(
     """Returns the line that names the offloaded activations and their tiers.
 
     Args:
-        offloader: activation offloader of the training.
-        config: the user's arguments.
         decided_by: name of the callback that chooses the offloaded activations, in place of `offload`.
     """
     device = _name(offloader.device)

@@ -167,8 +167,6 @@ def make_offloader(
     """Makes the activation offloader of a configuration. On an error, tiers that were made are closed.
 
     Args:
-        config: the user's arguments.
-        device: the training device.
         default_path: directory for scratch files if the user has named none.
         rank: global rank of this process.
         processes: processes of this training on this machine, which share its memory.

@@ -642,10 +642,8 @@ class ActivationOffloader(Uncopied):
     # ---- freed records, and ended micro-batches ----
 
     def _collect(self, *, wait: bool = False) -> None:
-        """Frees the copies of freed records. Running loads write to device memory, and end before.
-
-        Args:
-            wait: wait for loads that are not issued yet; else their copies are freed later.
+        """Frees the copies of freed records; those whose loads are not issued yet later, or, with `wait`, now. Running
+        loads write to device memory, and end before.
         """
         for _ in range(len(self._pending_frees)):
             pending = self._pending_frees.popleft()

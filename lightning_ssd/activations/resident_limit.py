@@ -240,7 +240,6 @@ class ResidentLimit:
         window reduces the room: by the bytes in flight, and by storages that are kept because backward needs them soon.
 
         Args:
-            window_bytes: the window.
             early_bytes: returns the bytes of storages that are kept because backward needs them within a window,
                 besides the very first one.
 

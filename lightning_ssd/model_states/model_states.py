@@ -510,7 +510,6 @@ class ModelStates(Uncopied):
         """Clips the gradients of `optimizer` as `torch.nn.utils.clip_grad_norm_` (or `_value_`) does.
 
         Args:
-            optimizer: optimizer whose parameters have the gradients.
             limit: the largest norm, or value.
             algorithm: "norm" or "value".
         """

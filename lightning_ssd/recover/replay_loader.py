@@ -51,9 +51,7 @@ class ReplayLoader:
     """A dataloader whose position is restored after a kill by reading it again up to this position.
 
     Args:
-        dataloader: the user's dataloader.
         resume: position to restore; None: begin anew.
-        recovery: the recovery of the training.
     """
 
     def __init__(self, dataloader: Any, resume: DataPosition | None, recovery: ResumedRun) -> None:

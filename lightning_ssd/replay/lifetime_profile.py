@@ -49,8 +49,6 @@ class OperatorSpan:
     Attributes:
         name: name of the operator in torch.
         phase: part of the step.
-        start: begin.
-        end: end.
     """
 
     name: str
@@ -131,9 +129,7 @@ class LifetimeProfile:
     """All operators and tensors of a training step on one GPU.
 
     Attributes:
-        name: name of the model.
         operators: operators of forward, backward and optimizer step, in order.
-        tensors: tensors.
         samples: samples in the micro-batch; 0: unknown.
         tokens: tokens in the micro-batch; 0: unknown.
     """

@@ -39,7 +39,6 @@ def offload_precision(precision: pl.plugins.Precision, states: ModelStates) -> p
 
     Args:
         precision: the Trainer's plugin, of a class that `autocast_dtype` accepts.
-        states: model states with the offloaded gradients.
     """
     streaming: _OffloadPrecision
     if isinstance(precision, pl.plugins.MixedPrecision):

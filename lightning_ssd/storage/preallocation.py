@@ -16,10 +16,7 @@ def preallocate(fd: int, offset: int, nbytes: int, path: Path) -> None:
     """Appends preallocated bytes to a file; if its filesystem can't preallocate, makes it longer, and logs one warning.
 
     Args:
-        fd: descriptor of the file.
         offset: size of the file.
-        nbytes: bytes to append.
-        path: path of the file, for the warning.
 
     Raises:
         OSError: the filesystem has no room, or failed.

@@ -119,10 +119,6 @@ def commit(slabs: Sequence[Slab], *, pin: bool) -> None:
 
     The kernel clears a page on the core that touches it first, and CUDA would have one core touch all of them.
 
-    Args:
-        slabs: the slabs, which no other thread or process uses meanwhile.
-        pin: page-lock them, as `page_lock` does.
-
     Raises:
         StorageError: they can't be page-locked.
     """

@@ -225,7 +225,6 @@ class BlobStore:
         """Allocates a blob of `nbytes`. Its contents are undefined until written.
 
         Args:
-            nbytes: bytes of the blob.
             prefer: indices of the paths that it is striped over while they have room; empty: all paths.
 
         Raises:

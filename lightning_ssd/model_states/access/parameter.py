@@ -398,7 +398,6 @@ class ForwardValueReferences:
     """Makes the references that autograd saves in place of whole weights that a forward reads.
 
     Args:
-        source: the weights.
         values: the whole values; their storage owns this object, and is freed when the forward ends.
     """
 

@@ -106,11 +106,7 @@ class GradScaleDecision:
         self._miss_rate = 1.0  # the scale of the first steps is seldom the speculated one
 
     def begin(self, *, defer_to_user_hooks: bool) -> None:
-        """Begins a step.
-
-        Args:
-            defer_to_user_hooks: whether user code may read and clip gradients before any job begins.
-        """
+        """Begins a step. `defer_to_user_hooks`: user code may read and clip gradients before any job begins."""
         self.decided = not (self.needs_norm or defer_to_user_hooks)
         self.scale = finished(1.0) if self.decided else Future()
 

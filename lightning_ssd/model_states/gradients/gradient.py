@@ -60,7 +60,6 @@ class GradientPool:
 
     Args:
         nbytes: bytes to share.
-        pin: page-lock them.
     """
 
     def __init__(self, nbytes: int, *, pin: bool) -> None:
@@ -102,7 +101,6 @@ class SharedGradient:
     rank frees the pages of its parts at the owner's message about the sum, and the mean is in the owner's of `sums`.
 
     Attributes:
-        rank: number of this rank.
         copies: gradients as backward has computed them, in the dtype of the compute weights.
         sums: gradients of several micro-batches in fp32; if user code may read gradients, if devices sum gradients, or
             with several hosts: the mean of all ranks, in the owner's part.
@@ -236,7 +234,6 @@ class Gradient:
         """Registers a gradient of parameter `index`, which is in `on_device` from now on.
 
         Args:
-            index: the parameter.
             grad: the gradient, which autograd does not follow.
             is_sum: whether it is added to one that no step has used.
         """
@@ -252,11 +249,7 @@ class Gradient:
         return num_arrived
 
     def undo_backward(self, states: list[GradientState]) -> None:
-        """Backward has failed, and its gradients, which were not accumulated, are dropped.
-
-        Args:
-            states: `states` before that backward.
-        """
+        """Drops the gradients of a failed backward, which were not accumulated; `states` are those before it."""
         self.num_arrived = 0
         self.arrived = [False] * len(self.arrived)
         self.on_device.clear()
@@ -433,7 +426,6 @@ class Gradient:
 
         Args:
             values: gradients by parameter index, at least one, with the order of elements that the parameters have.
-            copies: copies of the device.
             awaited: whether a thread waits for the mark.
         """
         size, views = self._flat.dtype.itemsize, self._flat.param_views

@@ -43,7 +43,6 @@ class GradientOffloader:
         groups: optimizer of each of these flat parameters, and index of the parameter group.
         pool: memory that the gradients share; owned. None: each has its own memory.
         prefetcher: counts the forwards of a unit, each of which yields a gradient.
-        copies: copies of the device.
         worker: runs accumulations.
         decision: receives the gradients of a step that clips or scales.
         recorded: whether steps are recorded, so that no gradient may outlive its step.
@@ -322,11 +321,7 @@ class GradientOffloader:
     # ---- accumulation on the host ----
 
     def accumulate(self, flat: FlatParameter) -> "Future[None]":
-        """Submits the accumulation of the gradients that were copied.
-
-        Returns:
-            `Gradient.consumed`, done when they are in `Gradient.accum`.
-        """
+        """Submits the accumulation of the gradients that were copied, to `Gradient.accum`."""
         self.backward.note_added(flat)
         gradient = self._gradients[flat]
         self.offload(flat)

@@ -31,8 +31,6 @@ class RunningBackward:
     Threads: the training thread, or autograd's while that waits.
 
     Args:
-        gradients: the gradient of each flat parameter that is stepped.
-        norms: norms of the gradients.
         in_flight: device memory of gradients that are being copied.
 
     Attributes:

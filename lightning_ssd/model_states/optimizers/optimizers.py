@@ -147,7 +147,6 @@ class FlatOptimizer(ABC):
         """Returns whether `state_of` has a state of parameter `index`; `None`: the end of the running step decides.
 
         Args:
-            index: index of the parameter.
             names: states among staged values.
             running: whether a step may be running, or be rolled back.
         """

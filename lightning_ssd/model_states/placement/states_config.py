@@ -85,8 +85,6 @@ class StatesConfig:
         """Returns whether any state is offloaded: with `states="auto"`, if `device` has no room for all of them.
 
         Args:
-            module: the model.
-            device: device of the model's computation.
             fitting: whether the model is trained.
             movable: whether states on the device can be offloaded later.
         """
@@ -118,7 +116,6 @@ class StatesConfig:
         """Returns the bytes of `device` up to which all states are kept there; None: the device is a CPU (no limit).
 
         Args:
-            device: device of the model's computation.
             movable: whether states on the device can be offloaded later.
         """
         if self.gpu_memory != "auto":

@@ -37,7 +37,6 @@ class StateBuffer(ABC):
     the buffer until the write is done.
 
     Attributes:
-        tier: tier of the buffer.
         nbytes: bytes of one version.
         versions: 1 or 2.
         staging_bytes: bytes of staging memory that `stage` needs.
@@ -115,8 +114,6 @@ class HostBuffer(StateBuffer):
     """Host memory, which is staged in place. The second version has no memory until `add_second`, unless it is shared.
 
     Args:
-        nbytes: bytes to store.
-        versions: 1 or 2.
         memory: memory of each version, which other ranks share; owned. None: new memory.
 
     Attributes:
@@ -217,9 +214,7 @@ class SSDBuffer(StateBuffer):
     """A blob on SSDs for each version.
 
     Args:
-        nbytes: bytes to store.
         staging: allocates and transfers the blobs. The bytes of adopted ones are valid after `adopt`.
-        versions: 1 or 2.
 
     Attributes:
         blobs: one for each version.

@@ -174,7 +174,6 @@ class Layout:
     """How a flat parameter's values lie in memory: compute weights in one buffer, all others in a second one.
 
     Attributes:
-        flat: the flat parameter.
         split: whether its master weights are split; those of bf16 weights can be.
         state_names: optimizer states that have an element for each weight.
         steps: whether it is stepped, and has gradients.

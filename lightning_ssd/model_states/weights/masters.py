@@ -78,7 +78,6 @@ class MasterWeights:
 
     Args:
         parameters: bf16 parameters. Their optimizers' states and group entries become their masters'.
-        optimizers: optimizers of the model.
         values: existing masters, on the same device; the others are made from the parameters.
 
     Attributes:

@@ -22,7 +22,6 @@ class OffloadedModel:
         stores: where the values of each flat parameter are stored.
         flat_optimizers: how each flat parameter is stepped; those without gradients have none.
         groups: for each flat parameter with a flat optimizer, its optimizer and the index of its parameter group.
-        copies: copies of the device.
         staging: memory and threads for values on SSDs; None where there are none.
     """
 

@@ -51,10 +51,8 @@ class PretrainedFolder:
         self._file_of = _tensor_files(path)
 
     def bind(self, model: nn.Module) -> "InitialValues":
-        """Returns the values of the folder for the parameters of `model`, and gives its saved buffers theirs.
-
-        Args:
-            model: Model of `config`, with parameters on `meta` and tied as it will be trained.
+        """Returns the values of the folder for the parameters of `model`, which are on `meta` and tied as they will be
+        trained, and gives its saved buffers theirs.
 
         Raises:
             ValueError: If a parameter has no tensor in the folder, or one of another shape.
@@ -195,12 +193,7 @@ def save_new(model: nn.Module, value: Callable[[str], Tensor], folder: Path) -> 
 
 
 class InitialValues(Mapping[nn.Parameter, Tensor]):
-    """Values of a folder for a model's parameters, each read from its file anew at every look-up.
-
-    Args:
-        folder: Folder to read from.
-        names: Names of the folder's tensors.
-    """
+    """Values of a folder for a model's parameters, each read from its file anew at every look-up."""
 
     def __init__(self, folder: PretrainedFolder, names: dict[nn.Parameter, str]) -> None:
         self._folder = folder
