@@ -18,6 +18,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, rename_source_key
+
+from lightning_ssd.model_states import put_in_place
 
 log = logging.getLogger(__name__)
 
@@ -133,12 +137,7 @@ class PretrainedFolder:
             yield stored, next((name for name in candidates if name in known), stored)
 
     def _in_other_layout(self, model: nn.Module, missing: Iterable[str]) -> bool:
-        """Returns whether transformers 5 makes `missing` parameters from tensors of the folder with other names."""
-        try:
-            from transformers.conversion_mapping import get_model_conversion_mapping
-            from transformers.core_model_loading import WeightConverter, rename_source_key
-        except ImportError:  # earlier versions store the names of parameters
-            return False
+        """Returns whether transformers makes `missing` parameters from tensors of the folder with other names."""
         untyped: Any = model
         found: list[Any] = get_model_conversion_mapping(untyped)
         converters = [one for one in found if isinstance(one, WeightConverter)]
@@ -253,9 +252,7 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
     try:
         yield part
         part.chmod(0o755)
-        if folder.exists():
-            shutil.rmtree(folder)
-        part.rename(folder)
+        put_in_place(part, folder)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
