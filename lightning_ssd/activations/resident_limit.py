@@ -5,22 +5,13 @@ from typing import Protocol
 
 
 class AllocatorMeter(Protocol):
-    """Statistics of a device's allocator."""
+    """Statistics of a device's allocator; see `CUDAMemory` of `device`."""
 
-    def limit(self) -> float:
-        """Returns the bytes that this process may allocate."""
-
-    def allocated(self) -> int:
-        """Returns the bytes that are allocated now."""
-
-    def unreserved(self) -> int:
-        """Returns the bytes that the allocator does not hold and may reserve, and those that are lent."""
-
-    def peak(self) -> int:
-        """Returns the peak of allocated bytes since the last `reset_peak`."""
-
-    def reset_peak(self) -> None:
-        """Begins a new peak."""
+    def limit(self) -> float: ...
+    def allocated(self) -> int: ...
+    def unreserved(self) -> int: ...
+    def peak(self) -> int: ...
+    def reset_peak(self) -> None: ...
 
 
 class ResidentLimit:

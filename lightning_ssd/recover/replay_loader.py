@@ -37,14 +37,11 @@ class DataPosition:
 
 
 class ResumedRun(Protocol):
-    """The part of `Recovery` that loaders use."""
+    """The part of `Recovery` that loaders use; see there."""
 
-    @property
-    def random(self) -> dict[str, Any] | None:
-        """States of random number generators to restore when the resumed training continues."""
+    random: dict[str, Any] | None
 
-    def before_batch(self) -> None:
-        """Called before a loader is asked for the next batch."""
+    def before_batch(self) -> None: ...
 
 
 class ReplayLoader:

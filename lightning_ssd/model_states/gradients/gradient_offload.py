@@ -320,7 +320,7 @@ class GradientOffloader:
 
     # ---- accumulation on the host ----
 
-    def accumulate(self, flat: FlatParameter) -> "Future[None]":
+    def accumulate(self, flat: FlatParameter) -> None:
         """Submits the accumulation of the gradients that were copied, to `Gradient.accum`."""
         self.backward.note_added(flat)
         gradient = self._gradients[flat]
@@ -336,7 +336,6 @@ class GradientOffloader:
 
         gradient.summed = self._worker.submit(run, [self._copies.on_d2h(gradient.mark)])
         gradient.set_consumed(gradient.summed)
-        return gradient.consumed
 
     def accumulate_all(self) -> None:
         """Submits the accumulation of every gradient that was copied."""
