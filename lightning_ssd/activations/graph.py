@@ -55,8 +55,6 @@ class Operation:
     Attributes:
         func: the dispatched operation; `None`: the call of a compiled unit. The storages that it makes and saves have
             the positions from 0 on, in the order of saving; others that it returns those from -1 down, in their order.
-        segment: segment of the forward.
-        unit_call: unit call in which it ran.
         where: name of the module that was running, relative to its unit.
         inputs: numbers of the buffers that it reads.
         deterministic: whether a second execution on the same buffers, from the same state of the random number
@@ -81,7 +79,6 @@ class Saved:
     Attributes:
         unit_call: unit call in which it was first saved.
         name: name, unique in the unit call.
-        buffer: number of the buffer.
         recompute_ops: indices of the operations that recompute it from weights and other saved buffers, in order.
         recompute_workspace_bytes: peak workspace bytes during recomputation, without the buffer itself.
         recomputable: whether it can be recomputed in the backward of this unit call.

@@ -139,8 +139,6 @@ class _Storage:
 
     Args:
         record: record of the storage, which may be freed before.
-        data: bytes on the device.
-        copy: the tier's copy.
         due_at: progress of the forward (see `InFlight._progress`) at which the copy should be done.
     """
 

@@ -120,7 +120,6 @@ class ActivationOffloader(Uncopied):
     """Offloads the saved tensors of one device.
 
     Args:
-        copies: copy engine of the device.
         tiers: the tiers that the policy's placement chooses from; the offloader owns and closes them, and `copies`.
         policy: the initial rules; `run` replaces them.
         min_bytes: bytes of the smallest storage that may be offloaded.

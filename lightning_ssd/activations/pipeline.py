@@ -55,7 +55,6 @@ class PipelineOrder:
         """Begins a forward or backward.
 
         Args:
-            whole: the micro-batch of the Trainer.
             window_bytes: bytes that are kept on the device because a backward that follows, at once or after one other
                 pass, needs them first.
 

@@ -83,7 +83,6 @@ class RefCountedBytes:
 
     Attributes:
         data: the bytes, one-dimensional `uint8`; None while they are not on the device.
-        views: number of views.
         num_pending: number of views that were not unpacked since the bytes were last restored.
         num_restores: number of times that the bytes were restored.
     """

@@ -71,7 +71,6 @@ def describe_wear(
 
     Args:
         drives: counters of those drives that have some, each once.
-        count: number of drives.
         endurance: as of `WearLine`.
     """
     parts = [f"OffloadMonitor: SSDs get {per_day / 1e12:.3g} TB a day"]

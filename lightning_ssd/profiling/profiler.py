@@ -399,7 +399,6 @@ class Profiler(Uncopied):
         """Returns the profile of the training; the host waits for the device.
 
         Args:
-            steps: number of timed steps.
             micro_batches: micro-batches per step.
             samples: samples per micro-batch.
             tokens: tokens per micro-batch.

@@ -537,12 +537,7 @@ class TraceMode(UnitDispatchMode):
 
 
 class OptimizerTrace(internals.TorchDispatchMode):
-    """Records the operations of an optimizer step that runs inside it.
-
-    Args:
-        trace: mode that times the operations.
-        lifetimes: recorder of the operations and their tensors.
-    """
+    """Records the operations of an optimizer step that runs inside it, which `trace` times."""
 
     def __init__(self, trace: TraceMode, lifetimes: LifetimeRecorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

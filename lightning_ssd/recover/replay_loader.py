@@ -26,7 +26,6 @@ class DataPosition:
         begun: states of random number generators before the first batch; None: no batch was fetched.
         batches: number of fetched batches.
         ahead: states of random number generators before each batch that was prefetched after these.
-        settings: settings of the loader, by name.
     """
 
     made: dict[str, Any]

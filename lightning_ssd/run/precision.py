@@ -56,7 +56,6 @@ def autocast_dtype(precision: pl.plugins.Precision, states: str, *, fitting: boo
     """Returns the dtype to which autocast casts matrix products, or None without autocast.
 
     Args:
-        precision: the Trainer's plugin.
         states: argument `states` of the strategy, for the message.
         fitting: whether the model is trained; fp64 and fp16 models can only be evaluated.
 

@@ -46,7 +46,6 @@ def make_setup(
     """Returns the settings of model states for the run of a Trainer whose optimizers are set up.
 
     Args:
-        config: the user's arguments.
         default_path: directory of scratch files if the user has named none.
         plan: the user's plan, if it determines the tiers of states.
         compiles: the strategy's argument `compile`.

@@ -45,8 +45,6 @@ def fallocate(fd: int, offset: int, nbytes: int) -> None:
 
     Args:
         fd: descriptor of the file, which grows if its end is before that of the range.
-        offset: begin of the range.
-        nbytes: bytes of the range.
 
     Raises:
         OSError: the bytes can't be allocated; its `errno` is `EOPNOTSUPP` if the filesystem can't preallocate.

@@ -33,7 +33,6 @@ class Slab:
     it after the last copy to or from the GPU.
 
     Args:
-        nbytes: bytes of the slab.
         pin: page-lock the memory for the GPU, which also commits all pages now; else pages are committed when they
             are first touched.
 

@@ -105,7 +105,6 @@ class Volume:
         """Appends room for a slot of `nbytes`, and more, so that the file consists of a few large extents.
 
         Args:
-            nbytes: bytes of the slot.
             limit: most bytes by which the file may grow.
 
         Returns:

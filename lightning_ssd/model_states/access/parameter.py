@@ -134,7 +134,6 @@ class OffloadedView(_RunsOperators, Tensor):
     except in the forward of the weight's module: kernels of user code, which torch does not report, read it there.
 
     Attributes:
-        source: source of the values.
         offset: offset of the view in the source, bytes.
         versioned: whether writes increment the version counter of the source, as those through `Tensor.data` do not.
         backed: whether the view has memory with the values, which the flat parameter owns until the forward ends.
@@ -261,10 +260,8 @@ class Source(ABC):
     """Whole values of an offloaded tensor, wherever they are stored.
 
     Args:
-        access: runs the operators on the tensor.
         flat: flat parameter of the parameter that the values belong to.
         index: index of the parameter in `flat`.
-        name: name of the tensor in messages.
     """
 
     def __init__(self, access: "OperatorAccess", flat: FlatParameter, index: int, name: str) -> None:

@@ -29,7 +29,6 @@ class UnitHooks:
 
     Args:
         flat_of: the flat parameter of each offloaded parameter, and its index there.
-        mastered: parameters on the device that have master weights.
         access: makes offloaded parameters ordinary ones, and stores the writes of a forward to views of the weights.
         summoned: returns whether all parameters are whole tensors at present, so that no weights are prefetched.
     """
@@ -205,7 +204,6 @@ class _CompiledWeights(NamedTuple):
     Attributes:
         inner: modules whose own hooks the code must not run.
         owners: modules with the names of offloaded parameters.
-        with_masters: parameters on the device that have master weights.
     """
 
     inner: Sequence[nn.Module]

@@ -65,7 +65,6 @@ class GradScaleDecision:
     Ownership: each slot of `_host` belongs to the kernel that writes a step's scale, until that step's `scale` is done.
 
     Args:
-        copies: copies of the device.
         clip: "deferred": no step begins before its scale is known. "speculative": a step begins with the scale that is
             most likely. "auto": it does so while few of the last speculations were wrong.
         needs_norm: whether gradients are clipped by their norm, or losses are scaled; else the scale is always 1. User

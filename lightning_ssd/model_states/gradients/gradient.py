@@ -57,9 +57,6 @@ class GradientPool:
 
     If the pool is exhausted, the caller waits for submitted steps, which release memory. If no step is running, because
     many flat parameters have a part of their gradient each, no memory would ever be released: the pool allocates more.
-
-    Args:
-        nbytes: bytes to share.
     """
 
     def __init__(self, nbytes: int, *, pin: bool) -> None:
@@ -72,7 +69,6 @@ class GradientPool:
         """Returns memory, and the function that releases it.
 
         Args:
-            nbytes: bytes to allocate.
             under_way: returns futures that are done when steps have released their memory; called if the pool is
                 exhausted.
         """
@@ -138,7 +134,6 @@ class Gradient:
     All other fields belong to the training thread.
 
     Args:
-        flat: the flat parameter.
         memory: host memory of its own, of `flat.nbytes` bytes, which it closes; or that which it shares with others.
         shared: memory of all ranks' gradients, of which `memory` is this one's part; None: there is one rank.
 

@@ -49,7 +49,6 @@ class GradientOffloader:
         peers: device memory that all ranks read, for gradients that are complete; None: there is none.
 
     Attributes:
-        norms: norms of the gradients.
         in_flight: device memory of gradients that are being copied.
         backward: the backward that runs, which may fail.
     """

@@ -17,7 +17,6 @@ class _Before:
     """The gradients before a backward whose steps are delayed.
 
     Attributes:
-        states: states of each flat parameter's gradients.
         accumulated: flat parameters that had gradients of earlier micro-batches, or of user code.
     """
 

@@ -123,7 +123,6 @@ class AdamKernel:
     """The functions of adam.c with one kind of roundings.
 
     Attributes:
-        library: the functions.
         root: address of the square-root function; None: roots are rounded to the nearest number.
         width: elements of a vector of torch's fused kernel; elements of a parameter that fill none are its tail.
     """
@@ -157,7 +156,6 @@ class AdamKernel:
         """Returns the call of a function of adam.c that makes a step.
 
         Args:
-            name: name of the function.
             items: as `items` returns them.
             arrays: array arguments of the function, in order; without the gradient, if that is `mean`.
             settings: as `settings_of` returns them.

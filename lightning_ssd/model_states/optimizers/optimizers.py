@@ -53,7 +53,6 @@ class StepInput:
     """Input of one step of a flat parameter.
 
     Attributes:
-        options: options of the parameter group.
         gradient: `flat.numel` elements in any floating dtype, or the mean of several ranks' ones.
         has_grad: for each parameter, whether it has a gradient; the others are not stepped, as in torch.
         scale: the gradient, converted to fp32, is multiplied with it.

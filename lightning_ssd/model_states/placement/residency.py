@@ -104,7 +104,6 @@ def residents_within(
         offloaded: parameters to choose from.
         groups: parameter groups; parameters outside of them need no gradients and states.
         budget: bytes of the device.
-        dtypes: compute dtype of each parameter.
         defer_to_user_hooks: as in `whole_parts`.
     """
 

@@ -216,9 +216,6 @@ class SSDBuffer(StateBuffer):
     Args:
         staging: allocates and transfers the blobs. The bytes of adopted ones are valid after `adopt`.
 
-    Attributes:
-        blobs: one for each version.
-
     Raises:
         StorageFullError: there is no space.
     """
@@ -323,9 +320,6 @@ class SpareMemory:
 
     Threads: any; the lock guards `reserved`.
 
-    Args:
-        nbytes: bytes of all second versions together.
-
     Attributes:
         reserved: bytes of the allocated second versions.
     """
@@ -356,7 +350,6 @@ class StateStaging:
     until the device has copied them; staged values until their step is made, which may wait for the end of backward.
 
     Attributes:
-        store: scratch space.
         params: reads prefetched weights to pinned memory, of which it has one page if `store` takes device buffers.
         states: reads all values; their memory is owned as `StateStore` says.
         adopted: allocated blobs, which `allocate` returns first: those of a killed run, or of all ranks.
@@ -378,7 +371,6 @@ class StateStaging:
             param_staging: bytes of memory for prefetched weights.
             staging: bytes of memory for all values.
             pin: page-lock the memory of prefetched weights.
-            adopted: as the attribute.
         """
         with contextlib.ExitStack() as undo:
             pools = _make_pools(store, param_staging, staging, pin=pin)

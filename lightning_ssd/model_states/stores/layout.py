@@ -45,7 +45,6 @@ class StagedState:
         master: fp32 master weights; `weights` itself if those are fp32, None if they are split.
         low: low half of split master weights (`weights` is the high half), int16.
         states: optimizer states by name, zero before the first step; `state` returns them in fp32.
-        moments: format of the optimizer states.
         scales: fp32 scales of optimizer states in 8 bits by name, one for each block of `dynamic_code.BLOCK` elements.
         memory: bytes that values on SSDs were read to; None: the values lie where they are stored.
         buffer: staging memory that has these bytes; None: they are memory of their own.

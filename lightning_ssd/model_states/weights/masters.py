@@ -35,7 +35,6 @@ class MasteredParameter(TrainedParameter):
     DLPack capsule or a data pointer, are lost.
 
     Attributes:
-        master: fp32 master weights of the parameter.
         exposed: whether `data` was read or set, so that writes need not increment the version counter.
         assigned: an assigned gradient that was converted, and its version at that time.
     """

@@ -392,7 +392,6 @@ class _RunningNode(NamedTuple):
     """An autograd node whose backward uses weights.
 
     Attributes:
-        number: autograd's sequence number of the node.
         units: units whose weights the node has unpacked; it may not have launched its kernels yet.
     """
 

@@ -41,9 +41,6 @@ class PretrainedFolder:
     Args:
         path: The folder: `config.json`, and `model.safetensors` or its shards with their index.
 
-    Attributes:
-        config: Configuration of the model.
-
     Raises:
         FileNotFoundError: If `path` is no folder, or lacks a file.
         ValueError: If the configuration is not that of a causal language model, or the weights are quantized.
@@ -105,7 +102,6 @@ class PretrainedFolder:
         Args:
             model: Model that `bind` was called with. Its names are used, not its values.
             value: Returns the value of a parameter, by its name in `model`.
-            folder: Folder to write.
         """
         weights = set(self._file_of.values())
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
