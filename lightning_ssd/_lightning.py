@@ -28,9 +28,6 @@ __all__ = ["fabric", "pl", "require"]
 def require(tree: str) -> None:
     """Checks that the package's classes derive from `tree`.
 
-    Args:
-        tree: Name of the module that defines the Trainer.
-
     Raises:
         RuntimeError: If they derive from the other tree, whose classes the Trainer would refuse.
     """

@@ -177,11 +177,6 @@ def fixed_states(config: Any, model: ModelProfile, hardware: HardwareProfile) ->
 
     bf16 weights that are on the GPU from the start have no master weights, and would get other numbers elsewhere. fp16
     and fp64 weights are never offloaded in a training.
-
-    Args:
-        config: the recipe as LightningCLI has parsed it.
-        model: profile of the recipe's model.
-        hardware: profile of the machine.
     """
     dtype = _default_dtype(config)
     if dtype == torch.float32:
@@ -224,12 +219,7 @@ def _gpu_budget(config: Any, hardware: HardwareProfile) -> float | None:
 
 
 def within_budgets(config: Any, hardware: HardwareProfile) -> HardwareProfile:
-    """Returns the machine with the host memory and SSDs that the strategy's arguments leave to offloaded tensors.
-
-    Args:
-        config: the recipe as LightningCLI has parsed it.
-        hardware: profile of the machine.
-    """
+    """Returns the machine with the host memory and SSDs that the strategy's arguments leave to offloaded tensors."""
     if strategy_argument(config, "tier") == "host":
         hardware = replace(hardware, ssd_bytes=0)
     given = HOST_MEMORY.parse(strategy_argument(config, "host_memory") or "auto")
@@ -247,11 +237,6 @@ def plan_as_configured(config: Any, model: ModelProfile, hardware: HardwareProfi
     tiers of `configured_tiers`. With `offload="auto"` saved
     tensors are kept if all fit, and planned otherwise. With `"none"` they are kept. With `"ssdtrain"`, or an amount,
     they are offloaded up to the bytes that the link transfers during a forward.
-
-    Args:
-        config: the recipe as LightningCLI has parsed it.
-        model: profile of the recipe's model.
-        hardware: profile of the machine.
     """
     amount = strategy_argument(config, "offload") or "auto"
     fixed = fixed_states(config, model, hardware)
@@ -291,11 +276,6 @@ def configured_tiers(config: Any, model: ModelProfile, hardware: HardwareProfile
 
     `states="auto"` fills the GPU up to `gpu_memory`, if it is given, with the first parts, then host memory with
     compute weights, then with the other states, the largest first. The rest is on SSDs.
-
-    Args:
-        config: the recipe as LightningCLI has parsed it.
-        model: profile of the recipe's model.
-        hardware: profile of the machine.
     """
     states = chosen_states(config)
     parts = [part for _, part in model.parts]
@@ -580,7 +560,6 @@ def _state_bytes(
     GPU).
 
     Args:
-        part: part of a unit of the model.
         opt_states: bytes of optimizer states of each parameter, in fp32.
         wide: whether weights compute in the precision in which they are stepped; else they compute in 16 bits.
         masters: whether 16-bit weights have fp32 master weights; else they are stepped in 16 bits.

@@ -9,7 +9,6 @@ def check_extra(package: str, extra: str, purpose: str) -> None:
     """Checks that a package is installed, without importing it.
 
     Args:
-        package: name of the package.
         extra: extra of lightning_ssd that installs the package.
         purpose: feature that needs the package, as the subject of the error's sentence.
 

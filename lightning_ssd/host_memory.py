@@ -29,7 +29,6 @@ def host_memory_of(states: ModelStates | None, offloader: ActivationOffloader) -
 
     Args:
         states: offloaded model states; None: all are on the device.
-        offloader: activation offloader of the training.
     """
     tiers = offloader.tiers.values()
     return HostMemory(

@@ -169,8 +169,6 @@ def parse_bytes(value: int | str, argument: str, least: int = 0) -> int:
     """Returns the bytes that `value` stands for: `8589934592`, `"8GiB"`, `"8.5 GB"`.
 
     Args:
-        value: the count.
-        argument: name of the argument, for the message.
         least: as in `SizeArgument`.
 
     Raises:

@@ -27,7 +27,6 @@ class span:
     of ten microseconds), and dispatch modes do not intercept it as an operator of the forward.
 
     Args:
-        name: name of the work.
         nbytes: bytes of a transfer; None: the work is no transfer.
     """
 

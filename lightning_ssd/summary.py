@@ -37,8 +37,6 @@ def describe_activations(
     """Returns the line that names the offloaded activations and their tiers.
 
     Args:
-        offloader: activation offloader of the training.
-        config: the user's arguments.
         decided_by: name of the callback that chooses the offloaded activations, in place of `offload`.
     """
     device = _name(offloader.device)
@@ -90,7 +88,6 @@ def describe_resident(need: int, room: float | None, chosen: str | None, device:
         need: estimated bytes of the model states.
         room: bytes that model states may use on the device; None: there is no limit.
         chosen: the user's argument that determines it, if there is one.
-        device: device of the model's computation.
     """
     name = _name(device)
     reason = f" ({chosen})"
@@ -119,9 +116,6 @@ def describe_totals(
     that are always busy, and `OffloadMonitor` logs the measured number.
 
     Args:
-        offloader: activation offloader of the training.
-        states: the offloaded model states, if there are any.
-        config: the user's arguments.
         default: directory of scratch files if the user has named none.
         resident: estimated bytes of model states that are on the device.
         decided_by: see `describe_activations`.

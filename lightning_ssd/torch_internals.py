@@ -356,8 +356,6 @@ def jit_kernel(code: str, outputs: int, numbers: Iterable[str]) -> JitKernel:
 
     Args:
         code: a function template of C++; its parameters are tensors, numbers, and the outputs by reference.
-        outputs: number of outputs.
-        numbers: names of the numbers.
 
     Raises:
         RuntimeError: this version of torch makes none.
@@ -416,7 +414,6 @@ def begin_checkpoint(function: Callable[..., Any], tensors: Iterable[Tensor]) ->
 
     Args:
         function: runs the call again.
-        tensors: its tensor arguments.
     """
     begin: Any = torch.utils.checkpoint._checkpoint_without_reentrant_generator
     generator: Generator[None, None, None] = begin(function, *(begin.__defaults__ or ()), *tensors)

@@ -48,7 +48,6 @@ def watch(watched: Watched, seconds: float = 0.0) -> None:
     """Has all waits of this process compare the counters of `watched`, as long as it exists.
 
     Args:
-        watched: the object.
         seconds: time without a change that no wait takes for an end of its work, if it is longer than that of `LIMIT`.
     """
     with _lock:

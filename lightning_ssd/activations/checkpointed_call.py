@@ -225,11 +225,6 @@ class CheckpointedCall:
 
     Torch saves the module's arguments in their place, and restores the states of random number generators and autocast;
     `RerunState` restores the module's own state.
-
-    Args:
-        module: the module, which `allows_checkpointing`.
-        arguments: arguments of the call.
-        state: the present state of the module.
     """
 
     def __init__(self, module: nn.Module, arguments: Arguments, state: ModuleState) -> None:

@@ -68,8 +68,6 @@ def wrap_function(
     """Wraps a compiled function that is an attribute of `module`; later wrappers are outside of earlier ones.
 
     Args:
-        module: the module.
-        name: name of the attribute.
         before: called with the positional and keyword arguments before each call.
         after: called with its result, or with `None` after an error, unless `before` has raised an error.
         in_reruns: whether both are also called around a call that activation checkpointing runs again.
@@ -214,7 +212,6 @@ def check_no_cuda_graphs(module: nn.Module, device: torch.device) -> None:
     address after each prefetch. Functions that `training_step` compiles itself are not found.
 
     Args:
-        module: the model.
         device: the training device. Only on a GPU are graphs recorded.
 
     Raises:

@@ -28,6 +28,7 @@ from lightning_ssd.sizes import (
     check_flag,
     format_bytes,
     parse_bytes,
+    parse_path,
     show_argument,
 )
 from lightning_ssd.storage import Backend, BlobStore, PinnedPool, Slab, striped_free_bytes
@@ -167,8 +168,6 @@ def make_offloader(
     """Makes the activation offloader of a configuration. On an error, tiers that were made are closed.
 
     Args:
-        config: the user's arguments.
-        device: the training device.
         default_path: directory for scratch files if the user has named none.
         rank: global rank of this process.
         processes: processes of this training on this machine, which share its memory.
@@ -360,18 +359,7 @@ def check_paths(path: object) -> None:
         raise TypeError(f"{show_argument('path', path)} is no directory. {legal}")
     if not paths:
         raise ValueError(f"{show_argument('path', path)} names no directory. {legal} Or leave it out.")
-    for one in paths:
-        if not isinstance(one, str | os.PathLike) or not isinstance(text := os.fspath(one), str):
-            raise TypeError(f"{show_argument('path', path)} is no directory. {legal}")
-        if not text.strip():
-            raise ValueError(f"{show_argument('path', path)} names no directory. {legal} Or leave it out.")
-        if "://" in text:
-            raise ValueError(f"{show_argument('path', path)} is not local: scratch files need a drive. {legal}")
-        if "\0" in text:
-            raise ValueError(f"{show_argument('path', path)} is no directory. {legal}")
-        if text.startswith("~") and os.path.expanduser(text) == text:
-            raise ValueError(f"{show_argument('path', path)} begins with the name of no user. {legal}")
-    if len({os.path.realpath(os.path.expanduser(one)) for one in paths}) < len(paths):
+    if len({os.path.realpath(parse_path("path", one, "/nvme0")) for one in paths}) < len(paths):
         raise ValueError(
             f"{show_argument('path', path)} names one directory twice: data are striped over directories of several "
             f"drives. {legal}"

@@ -63,7 +63,6 @@ class Rules:
         keeps_all: whether nothing can be offloaded or recomputed, and no record is needed.
         records_all: whether each storage that may be offloaded has a record.
         batch: the running micro-batch; None before the first one.
-        batch_number: its number.
         of_call: choices for the storages that the running call of a compiled unit saves; `None`: no such call runs.
     """
 

@@ -33,9 +33,7 @@ def is_dropped(tensor: Tensor, storage: torch.UntypedStorage, counts: Counts) ->
     so it is called only by the method that an `untraced` pack hook calls.
 
     Args:
-        tensor: the argument of the pack hook.
         storage: its storage, which has no record.
-        counts: as `counts_if_dropped` returned them.
     """
     caller: FrameType | None = sys._getframe(4)
     if caller is not None and caller.f_code.co_filename == _FUNCTION_FILE:

@@ -30,7 +30,6 @@ class Buffer:
     """A storage in a forward or its backward that is no weight.
 
     Attributes:
-        nbytes: bytes of the storage.
         maker: index of the operation that made it; None: it existed before the forward, or is the backward's.
         position: position of its tensor among the results of `maker`.
         unit_call: unit call in which autograd saved it; None: it was not saved.
@@ -56,11 +55,8 @@ class Operation:
     Attributes:
         func: the dispatched operation; `None`: the call of a compiled unit. The storages that it makes and saves have
             the positions from 0 on, in the order of saving; others that it returns those from -1 down, in their order.
-        segment: segment of the forward.
-        unit_call: unit call in which it ran.
         where: name of the module that was running, relative to its unit.
         inputs: numbers of the buffers that it reads.
-        flops: FLOPs of the operation.
         deterministic: whether a second execution on the same buffers, from the same state of the random number
             generator, returns the same results.
         seconds: device seconds.
@@ -83,8 +79,6 @@ class Saved:
     Attributes:
         unit_call: unit call in which it was first saved.
         name: name, unique in the unit call.
-        buffer: number of the buffer.
-        nbytes: bytes of the buffer.
         recompute_ops: indices of the operations that recompute it from weights and other saved buffers, in order.
         recompute_workspace_bytes: peak workspace bytes during recomputation, without the buffer itself.
         recomputable: whether it can be recomputed in the backward of this unit call.

@@ -26,7 +26,6 @@ class InFlight:
     and backward the training thread, without it.
 
     Args:
-        copies: copy engine of the device.
         policy: rules of the offloader; assigned anew when they change.
     """
 
@@ -65,13 +64,7 @@ class InFlight:
         return self._nbytes + nbytes <= self.policy.window_bytes or not self.queue
 
     def add(self, record: SavedStorage, data: Tensor, copy: StoredCopy) -> None:
-        """Adds a storage whose copy has been issued.
-
-        Args:
-            record: its record.
-            data: its bytes on the device, which are kept until the storage is evicted.
-            copy: the tier's copy.
-        """
+        """Adds a storage whose copy has been issued; `data`, its bytes on the device, are kept until it is evicted."""
         now, copying = self._progress(record.nbytes)
         self._copied_at = max(self._copied_at, now) + (copying or 0.0)
         # Without profiled seconds, progress is measured in saved bytes, which needs a larger margin.
@@ -146,8 +139,6 @@ class _Storage:
 
     Args:
         record: record of the storage, which may be freed before.
-        data: bytes on the device.
-        copy: the tier's copy.
         due_at: progress of the forward (see `InFlight._progress`) at which the copy should be done.
     """
 

@@ -76,8 +76,6 @@ class MicroBatch:
 
     Args:
         pattern: pattern of the last micro-batch, dropped as soon as this one differs from it; `None`: there is none.
-        clock: clock of the device.
-        revision: revision of the placement.
         window_bytes: bytes that are kept on the device because backward needs them first.
     """
 
@@ -126,7 +124,6 @@ class MicroBatch:
 
         Args:
             pattern: its pattern in an earlier step.
-            window_bytes: the window.
             keeps_early: whether storages that backward needs first are kept, because it is near.
         """
         part = MicroBatch(pattern, self._clock, self._revision, window_bytes)

@@ -120,7 +120,6 @@ class ActivationOffloader(Uncopied):
     """Offloads the saved tensors of one device.
 
     Args:
-        copies: copy engine of the device.
         tiers: the tiers that the policy's placement chooses from; the offloader owns and closes them, and `copies`.
         policy: the initial rules; `run` replaces them.
         min_bytes: bytes of the smallest storage that may be offloaded.
@@ -642,10 +641,8 @@ class ActivationOffloader(Uncopied):
     # ---- freed records, and ended micro-batches ----
 
     def _collect(self, *, wait: bool = False) -> None:
-        """Frees the copies of freed records. Running loads write to device memory, and end before.
-
-        Args:
-            wait: wait for loads that are not issued yet; else their copies are freed later.
+        """Frees the copies of freed records; those whose loads are not issued yet later, or, with `wait`, now. Running
+        loads write to device memory, and end before.
         """
         for _ in range(len(self._pending_frees)):
             pending = self._pending_frees.popleft()

@@ -15,9 +15,7 @@ class StagePass(NamedTuple):
     """A forward or backward of a schedule.
 
     Attributes:
-        stage: index of the stage.
         chunk: index of the micro-batch in the schedule.
-        backward: whether it is the backward.
     """
 
     stage: int
@@ -57,8 +55,6 @@ class PipelineOrder:
         """Begins a forward or backward.
 
         Args:
-            now: the forward or backward.
-            whole: the micro-batch of the Trainer.
             window_bytes: bytes that are kept on the device because a backward that follows, at once or after one other
                 pass, needs them first.
 

@@ -70,11 +70,7 @@ class KeepAll(PlacementPolicy):
 
 
 class OffloadAll(PlacementPolicy):
-    """Offloads everything for which the tiers have room.
-
-    Args:
-        tiers: the tiers, in the order in which they are filled.
-    """
+    """Offloads everything for which the tiers have room, in the order in which they are filled."""
 
     def __init__(self, tiers: Sequence[OffloadTierName]) -> None:
         self._tiers = tiers

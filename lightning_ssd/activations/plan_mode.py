@@ -98,8 +98,6 @@ def make_schedule(
     """Returns the schedule for forwards with the same operations as `graph`.
 
     Args:
-        graph: graph of a recorded forward.
-        saved: its saved buffers.
         choices: choice for saved buffers, by number; the placement policy decides about the others.
         plain_calls: whether unit calls that keep all saved tensors run as in plain training; then `choices` has each
             buffer that is not kept.

@@ -30,12 +30,8 @@ class RecomputeNode:
 
     Args:
         func: the dispatched operation, which has returned already.
-        args: positional arguments of the operation.
-        kwargs: keyword arguments of the operation.
         returned: tensors that the operation has returned, in order.
         random: result of `random_state` before the operation ran.
-        pack: pack hook of the activation offloader.
-        unpack: unpack hook of the activation offloader.
     """
 
     def __init__(
@@ -159,7 +155,6 @@ class Recomputed(RefCountedBytes):
     Attributes:
         position: position of its tensor among the results of the node.
         version: version of that tensor when it was made.
-        nbytes: bytes of the storage.
         expired: True if it can't be recomputed any more; its bytes, if present, are kept then.
         checked: number of its buffer in the recorded graph, if autograd saves it all the same, to compare its bytes.
     """

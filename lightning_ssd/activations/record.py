@@ -83,7 +83,6 @@ class RefCountedBytes:
 
     Attributes:
         data: the bytes, one-dimensional `uint8`; None while they are not on the device.
-        views: number of views.
         num_pending: number of views that were not unpacked since the bytes were last restored.
         num_restores: number of times that the bytes were restored.
     """
@@ -288,7 +287,6 @@ def as_plain_autograd_keeps(saved: Tensor, original: Original) -> Tensor:
     here as long as the tensor is alive. (A node must not keep its output alive: the two would own each other.)
 
     Args:
-        saved: the tensor with the storage that was saved.
         original: weak reference to the tensor that was saved.
     """
     tensor = original()
@@ -305,13 +303,10 @@ def as_plain_autograd_keeps(saved: Tensor, original: Original) -> Tensor:
 def check_version(
     tensor: Tensor, expected: int, dtype: torch.dtype, size: torch.Size, remedy: Callable[[], str] = str
 ) -> None:
-    """Checks that `tensor` is at version `expected`.
+    """Checks that `tensor`, which was saved with `dtype` and `size`, is at version `expected`.
 
     Args:
-        tensor: the tensor.
         expected: version of the tensor when it was saved.
-        dtype: dtype of the saved tensor.
-        size: size of the saved tensor.
         remedy: returns the end of the error's message.
 
     Raises:
@@ -326,9 +321,6 @@ def modified_in_place(tensor: Tensor, expected: int, dtype: torch.dtype, size: t
 
     Args:
         tensor: a tensor with the saved tensor's version counter.
-        expected: version of the tensor when it was saved.
-        dtype: dtype of the saved tensor.
-        size: size of the saved tensor.
     """
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "

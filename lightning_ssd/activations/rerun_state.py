@@ -172,12 +172,7 @@ class UnitProof:
 
 
 class RerunState:
-    """The state of a module, versions of its tensors, and settings of torch, at the begin of a forward.
-
-    Args:
-        module: the module.
-        state: its present state.
-    """
+    """The state of a module, versions of its tensors, and settings of torch, at the begin of a forward."""
 
     def __init__(self, module: nn.Module, state: ModuleState) -> None:
         self._module = module

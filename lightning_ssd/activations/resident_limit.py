@@ -5,22 +5,13 @@ from typing import Protocol
 
 
 class AllocatorMeter(Protocol):
-    """Statistics of a device's allocator."""
+    """Statistics of a device's allocator; see `CUDAMemory` of `device`."""
 
-    def limit(self) -> float:
-        """Returns the bytes that this process may allocate."""
-
-    def allocated(self) -> int:
-        """Returns the bytes that are allocated now."""
-
-    def unreserved(self) -> int:
-        """Returns the bytes that the allocator does not hold and may reserve, and evictable ones."""
-
-    def peak(self) -> int:
-        """Returns the peak of allocated bytes since the last `reset_peak`."""
-
-    def reset_peak(self) -> None:
-        """Begins a new peak."""
+    def limit(self) -> float: ...
+    def allocated(self) -> int: ...
+    def unreserved(self) -> int: ...
+    def peak(self) -> int: ...
+    def reset_peak(self) -> None: ...
 
 
 class ResidentLimit:
@@ -240,7 +231,6 @@ class ResidentLimit:
         window reduces the room: by the bytes in flight, and by storages that are kept because backward needs them soon.
 
         Args:
-            window_bytes: the window.
             early_bytes: returns the bytes of storages that are kept because backward needs them within a window,
                 besides the very first one.
 

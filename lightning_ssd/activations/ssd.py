@@ -34,7 +34,6 @@ class SSDTier(SSDTierBase):
     Args:
         store: scratch space; owned.
         staging: pinned staging memory, with a budget of at least `store.piece_bytes`; owned.
-        copies: copy engine of the device.
     """
 
     def __init__(self, store: BlobStore, staging: PinnedPool, copies: CopyEngine) -> None:

@@ -42,7 +42,6 @@ class UnitCall(NamedTuple):
     """A call of a unit's forward, together with the operations after it until the next unit begins.
 
     Attributes:
-        unit: index of the unit.
         call_index: number of earlier calls of the unit in the forward; above 0 only for units that are called
             repeatedly.
     """

@@ -15,14 +15,10 @@ from lightning_ssd.activations.record import check_version
 
 
 class SavedWrapper:
-    """A saved tensor subclass: its wrapped tensors, packed, and the context to rebuild it.
+    """A saved tensor subclass, which `is_wrapper` accepts: its wrapped tensors, packed, and the context to rebuild it.
 
     The version counters of the wrapped tensors do not count changes of the wrapper. Its probe does: a wrapper around
     empty tensors that shares the saved wrapper's counter.
-
-    Args:
-        tensor: the subclass, which `is_wrapper` accepts.
-        pack: packs a wrapped tensor.
     """
 
     def __init__(self, tensor: Tensor, pack: Callable[[Tensor], Any]) -> None:

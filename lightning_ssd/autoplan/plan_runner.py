@@ -4,7 +4,6 @@ A plan has rows: the one for the recorded micro-batch, and others for smaller on
 less, and for larger ones. All rows have the operators of the recorded micro-batch, whose choices depend on no shape.
 """
 
-import logging
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -32,8 +31,6 @@ from lightning_ssd.planning import (
 )
 from lightning_ssd.profiling import Profiler
 from lightning_ssd.types import Choice
-
-log = logging.getLogger(__name__)
 
 COMPARED_STEPS = 4
 """Number of steps whose median duration is compared with a prediction."""

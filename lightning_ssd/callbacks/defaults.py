@@ -12,10 +12,8 @@ from lightning_ssd.callbacks.swap_planner import SwapPlanner
 
 
 def add_default_callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
-    """Adds the callbacks of the package that the user did not give, before the user's checkpoint callbacks.
-
-    Returns:
-        The added callbacks.
+    """Adds the callbacks of the package that the user did not give, before the user's checkpoint callbacks, and returns
+    them.
     """
     callbacks = trainer_callbacks(trainer)
     given = list(callbacks)

@@ -9,7 +9,6 @@ def check_output(argument: str, file: Path) -> None:
 
     Args:
         argument: the argument that names the file, for the message, such as "`save` of SwapPlanner".
-        file: the file.
 
     Raises:
         ValueError: it can't be written; the message names the argument.

@@ -18,7 +18,6 @@ class StepProfiling(TrainingEvents):
 
     Args:
         warm_up: steps up to and including the step of the recorded micro-batch.
-        steps: timed steps.
 
     Raises:
         TypeError, ValueError: an argument has a wrong type or is out of range.

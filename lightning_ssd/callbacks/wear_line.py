@@ -44,9 +44,7 @@ class WearLine:
         """Logs the line if the timed steps or the training have ended, and bytes were written.
 
         Args:
-            written: bytes written so far.
             paths: returns the directories of the scratch files; called only if bytes were written.
-            ended: whether the training has ended.
         """
         seconds, nbytes = perf_counter() - self._before[0], written - self._before[1]
         if self._steps == UNTIMED_STEPS and not ended:
@@ -72,9 +70,7 @@ def describe_wear(
     """Returns the line about the wear of drives, and the years that they last.
 
     Args:
-        per_day: bytes that are written a day.
         drives: counters of those drives that have some, each once.
-        count: number of drives.
         endurance: as of `WearLine`.
     """
     parts = [f"OffloadMonitor: SSDs get {per_day / 1e12:.3g} TB a day"]

@@ -62,7 +62,6 @@ class Stopwatch:
         """Adds the time that the compute stream has waited since `start`.
 
         Args:
-            start: result of `now` before the wait.
             awaited: mark of the copy that the stream waits for; None: the wait is over at the stream's present end. A
                 mark that is reached before `start` adds nothing.
         """

@@ -44,7 +44,6 @@ def kernel_threads(cores: int, most: int) -> int:
     bound by memory traffic lose little: steps with 13 to 16 threads differ as much as repeated ones (docs/measured.md).
 
     Args:
-        cores: cores that this process may use.
         most: threads that the user's settings allow.
     """
     return min(most, max(cores - max(1, cores // 16), min(cores, 2)))

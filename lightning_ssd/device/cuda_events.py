@@ -86,7 +86,6 @@ class Events:
         """Records an event at the present end of `stream`.
 
         Args:
-            stream: the stream.
             timed: allow `seconds_until`.
             awaited: a thread that calls `synchronize` sleeps instead of spinning. Only events that a thread waits for
                 are recorded so: recording blocks while about 56 of them are not reached yet (driver 580, H100).
@@ -128,10 +127,6 @@ class Events:
         """Issues a copy between two addresses on `stream`.
 
         Args:
-            dst: address of the copied bytes.
-            src: address of the bytes.
-            nbytes: their number.
-            stream: the stream.
             waits: whether the call may wait until the device has made the copy, which it does if host memory is not
                 page-locked. Other threads of Python run meanwhile: the device may wait for them, by another rank.
         """

@@ -14,7 +14,6 @@ def refuse_access(storage: torch.UntypedStorage, owner: str) -> None:
     """Makes reads and writes of a storage without memory raise RuntimeError, if torch can.
 
     Args:
-        storage: the storage.
         owner: names the offloaded tensors in the message.
     """
     internals.refuse_storage_access(

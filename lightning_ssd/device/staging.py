@@ -47,7 +47,6 @@ class StagedReader:
         """Allocates `nbytes` bytes once all of `after` are done, and has `fill` read into them.
 
         Args:
-            nbytes: bytes to allocate.
             fill: called on the reader thread with the memory, `nbytes` rounded up to a page; returns a future that is
                 done when no read uses the memory any more.
             after: futures that the read depends on. If one fails, nothing is read and the error is passed on.

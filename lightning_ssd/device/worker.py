@@ -69,7 +69,6 @@ class Worker:
         """Queues `run` as soon as all of `after` are done.
 
         Args:
-            run: the job.
             after: futures that the job depends on. If one fails, the job fails with its error and does not run.
             priority: among queued jobs the lowest priority runs first, then the earliest submitted.
             urgency: tells when a thread or stream begins to wait for the job, which then precedes jobs of any priority.

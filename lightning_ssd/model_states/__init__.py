@@ -27,6 +27,7 @@ from lightning_ssd.model_states.checkpoints import (
     load_lazy,
     load_sharded,
     note_unread,
+    put_in_place,
     replace_values,
     save,
     save_sharded,

@@ -64,9 +64,7 @@ def state_tensors(name: str, stepped: Tensor, states: TensorStates) -> Iterator[
     """Yields class, name and tensor of a parameter's gradient and optimizer states that exist now.
 
     Args:
-        name: qualified name of the parameter.
         stepped: the tensor that an optimizer steps: the parameter, or its master weight on the device.
-        states: states of the optimizers.
     """
     if stepped.grad is not None:
         yield "gradient", f"{name}.grad", stepped.grad
@@ -81,9 +79,6 @@ def locate_tensors(
     """Returns the location table, in the order of the units' parameters.
 
     Args:
-        units: units of the model.
-        optimizers: optimizers of the model.
-        device: the training device.
         states: the offloaded model states; None: there are none.
     """
     in_memory = states_in_memory(optimizers)

@@ -120,12 +120,8 @@ class ModelStates(Uncopied):
     which make them whole on the CPU or return them. All objects of `offloaded` are owned.
 
     Attributes:
-        gradients: the offloaded gradients.
-        steps: optimizer steps of flat parameters.
-        running: the step that runs.
         records: records of `recover=True`.
         decision: the scale of each step.
-        state_dicts: checkpoints.
         device_states: optimizer states of several ranks on this one's device; None: there are none.
         closed: whether threads and hooks have ended.
 
@@ -135,7 +131,6 @@ class ModelStates(Uncopied):
         masters: master weights of resident parameters; owned.
         pool: host memory that gradients share; owned. None: each has its own.
         worker: runs optimizer jobs and accumulations; owned.
-        setup: settings of the training.
         nbytes: bytes of memory budgets and allocations.
         ranks: what several ranks share of the model. None: there is one rank.
         journal: records steps for `recover=True`; owned.
@@ -510,8 +505,6 @@ class ModelStates(Uncopied):
         """Clips the gradients of `optimizer` as `torch.nn.utils.clip_grad_norm_` (or `_value_`) does.
 
         Args:
-            optimizer: optimizer whose parameters have the gradients.
-            limit: the largest norm, or value.
             algorithm: "norm" or "value".
         """
         clip = torch.nn.utils.clip_grad_norm_ if algorithm == "norm" else torch.nn.utils.clip_grad_value_

@@ -25,10 +25,8 @@ class _Lifetime:
 
     Attributes:
         name: name of its parameter, or of the operator that has allocated it.
-        nbytes: bytes.
         kind: class; None: it follows from the uses.
         unit: name of the unit of its parameter.
-        uses: operators that use it.
         allocated: operator that allocated it; None: it existed before the first.
         freed: the last operator before it was freed; None: it is alive.
         communicates: whether a collective operator uses it.

@@ -61,8 +61,6 @@ def limit_hardware(
     """Returns the machine with the bytes of each tier that a training may use.
 
     Args:
-        machine: measured machine.
-        profile: profile of the model.
         placement: tiers of model states, which are allocated already.
         offloader: activation offloader, whose tiers have fixed capacities.
         gpu_bytes: bytes of the GPU that the training may use.
@@ -90,11 +88,7 @@ def add_unseen_memory(
     """Returns the profile with the measured GPU memory that no recorded operator accounts for (CUDA).
 
     Args:
-        profile: profile of the model.
-        hardware: measured machine.
         plan: plan of the timed steps.
-        profiler: profiler that has measured them.
-        device: training device.
         automatic_optimization: True if Lightning calls the optimizers, so that no optimizer step is part of a timed
             backward.
     """

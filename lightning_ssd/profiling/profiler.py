@@ -59,9 +59,7 @@ class Profiler(Uncopied):
 
     Args:
         units: units of the model, in the order of the forward.
-        offloader: activation offloader of the training.
         states: offloaded model states; `None`: all are on the device.
-        optimizers: optimizers of the model.
         allow_recompute: whether saved tensors may be recomputed, and units checkpointed, which is wrong if weights
             change between a forward and its backward.
     """
@@ -365,9 +363,6 @@ class Profiler(Uncopied):
     def lifetimes(self, name: str) -> LifetimeProfile:
         """Returns the recorded lifetimes of all tensors, after `profile`, or another wait for the device.
 
-        Args:
-            name: name of the model in the profile.
-
         Raises:
             ValueError: no whole step was recorded, such as with gradient accumulation.
         """
@@ -404,8 +399,6 @@ class Profiler(Uncopied):
         """Returns the profile of the training; the host waits for the device.
 
         Args:
-            name: name of the model in the profile.
-            steps: number of timed steps.
             micro_batches: micro-batches per step.
             samples: samples per micro-batch.
             tokens: tokens per micro-batch.

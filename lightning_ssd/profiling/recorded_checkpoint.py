@@ -51,7 +51,6 @@ class RecordedCheckpoint:
             as saved only if an operator saves them.
         offloader: the offloader, whose mode is paused.
         mode: its mode, which remains in force within the call.
-        recorder: records the forward and its backward.
     """
 
     def __init__(

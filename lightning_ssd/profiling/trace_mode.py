@@ -67,7 +67,6 @@ class _CompiledCall(NamedTuple):
         read: their storages, each with True if it is a weight's.
         inputs: numbers of the buffers among them.
         versions: versions of these tensors, and of the unit's parameters and buffers.
-        num_buffers: number of buffers in the graph.
         begun: point of the device's clock.
     """
 
@@ -90,7 +89,6 @@ class TraceMode(UnitDispatchMode):
 
     Args:
         units: as in `UnitDispatchMode`.
-        device: device of the model.
         lifetimes: recorder of all tensors' lifetimes, to which every operation is passed, too.
         offloader: its hooks are removed in calls of `checkpointed`; `None`: there are none.
         checkpointed: modules of units whose calls are checkpointed, if their arguments and the proofs allow it.
@@ -234,10 +232,6 @@ class TraceMode(UnitDispatchMode):
 
         Then it reads only its arguments and parameters, whose changes in place are errors: others may be changed or
         replaced before it runs again.
-
-        Args:
-            unit_call: the call.
-            buffers: the buffers of the model.
         """
         if unit_call not in self.graph.checkpoint_bytes():
             return False
@@ -543,12 +537,7 @@ class TraceMode(UnitDispatchMode):
 
 
 class OptimizerTrace(internals.TorchDispatchMode):
-    """Records the operations of an optimizer step that runs inside it.
-
-    Args:
-        trace: mode that times the operations.
-        lifetimes: recorder of the operations and their tensors.
-    """
+    """Records the operations of an optimizer step that runs inside it, which `trace` times."""
 
     def __init__(self, trace: TraceMode, lifetimes: LifetimeRecorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -68,7 +68,6 @@ def trace(
     """Returns the graph of one forward and backward.
 
     Args:
-        units: units of the module.
         module: model that was built under `mode`.
         run: computes the loss of a batch, in the precision of the training.
         batch: any tree of tensors, real ones or fake ones of `mode`.

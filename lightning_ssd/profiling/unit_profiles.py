@@ -24,8 +24,6 @@ def unit_profiles(
     """Returns the profiles of calls of units, in the order of the forward; then units that were not called.
 
     Args:
-        units: units of the model.
-        graph: graph of a forward and backward.
         saved: saved tensors of the graph that may be offloaded.
         launches: host seconds to launch the operations of each call.
         parts_of: returns the profiles of a unit's parts, one or more.

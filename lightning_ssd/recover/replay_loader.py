@@ -26,7 +26,6 @@ class DataPosition:
         begun: states of random number generators before the first batch; None: no batch was fetched.
         batches: number of fetched batches.
         ahead: states of random number generators before each batch that was prefetched after these.
-        settings: settings of the loader, by name.
     """
 
     made: dict[str, Any]
@@ -37,23 +36,18 @@ class DataPosition:
 
 
 class ResumedRun(Protocol):
-    """The part of `Recovery` that loaders use."""
+    """The part of `Recovery` that loaders use; see there."""
 
-    @property
-    def random(self) -> dict[str, Any] | None:
-        """States of random number generators to restore when the resumed training continues."""
+    random: dict[str, Any] | None
 
-    def before_batch(self) -> None:
-        """Called before a loader is asked for the next batch."""
+    def before_batch(self) -> None: ...
 
 
 class ReplayLoader:
     """A dataloader whose position is restored after a kill by reading it again up to this position.
 
     Args:
-        dataloader: the user's dataloader.
         resume: position to restore; None: begin anew.
-        recovery: the recovery of the training.
     """
 
     def __init__(self, dataloader: Any, resume: DataPosition | None, recovery: ResumedRun) -> None:

@@ -44,14 +44,7 @@ CLASSES, PHASES = get_args(TensorClass), get_args(Phase)
 
 @dataclass(frozen=True)
 class OperatorSpan:
-    """An executed operator. Seconds count from the begin of the step, without idle time of the device.
-
-    Attributes:
-        name: name of the operator in torch.
-        phase: part of the step.
-        start: begin.
-        end: end.
-    """
+    """An executed operator. Seconds count from the begin of the step, without idle time of the device."""
 
     name: str
     phase: str
@@ -73,8 +66,6 @@ class TensorLifetime:
         id: number, unique in the profile.
         name: qualified name of its parameter, followed by `.grad` or the name of an optimizer state; or name of the
             operator that allocates it.
-        kind: class of the tensor.
-        nbytes: bytes.
         uses: operators that read or write it, in order.
         allocated: operator that allocates it; None: it exists when the step begins.
         freed: operator after which it is freed; None: it exists when the step ends, and in the next step.
@@ -131,9 +122,7 @@ class LifetimeProfile:
     """All operators and tensors of a training step on one GPU.
 
     Attributes:
-        name: name of the model.
         operators: operators of forward, backward and optimizer step, in order.
-        tensors: tensors.
         samples: samples in the micro-batch; 0: unknown.
         tokens: tokens in the micro-batch; 0: unknown.
     """

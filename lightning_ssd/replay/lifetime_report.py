@@ -37,7 +37,6 @@ def migratable_share(lifetimes: LifetimeProfile, bandwidth: float = PAPER_BANDWI
     """Returns the share of inactive periods, of tensors of 10 MB to 1 GB, that are longer than the tensor's migration.
 
     Args:
-        lifetimes: the profile.
         bandwidth: bytes/s of the migration to a drive.
     """
     of_size = _characterised(lifetimes)
@@ -80,7 +79,6 @@ def save_lifetimes(lifetimes: LifetimeProfile, hardware: HardwareProfile, folder
     """Writes `lifetimes.json` and the pictures `active.png`, `inactive.png` and `memory.png`.
 
     Args:
-        lifetimes: the profile.
         hardware: machine; its memory and bandwidths are drawn.
         folder: directory; it is made if it does not exist.
 

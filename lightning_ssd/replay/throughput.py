@@ -28,11 +28,6 @@ def plan_teraio(profile: LifetimeProfile, machine: MigrationMachine, min_bytes: 
 
     Tensors migrate to drives, and to host memory if drives are saturated. Transfers that have no room in a step are
     planned for a longer one, in which operators wait for them; `simulate_migrations` finds the operators.
-
-    Args:
-        profile: lifetimes of all tensors.
-        machine: the machine.
-        min_bytes: bytes of the smallest migrated tensor.
     """
     return plan_in_longer_step(profile.step_memory(min_bytes), machine)
 
@@ -43,7 +38,6 @@ def roofline(
     """Returns (bandwidth, throughput) pairs of Teraio's plans: 1 if the GPU never waits, 0 if the step does not fit.
 
     Args:
-        profile: measured or calculated times of the operators, and lifetimes of the tensors.
         machine: capacities of the GPU and of host memory; bandwidths are replaced.
         bandwidths: bytes/s in each direction, of one drive and of the link to it.
     """
@@ -65,10 +59,7 @@ def plan_roofline(
     exceed 1. 0: the plan does not fit the machine.
 
     Args:
-        model: profile of the model.
         hardware: profile of the machine. Its transfer bandwidths are replaced, its limit of daily writes is ignored.
-        plan: plan of the transfers.
-        bandwidths: transfer bandwidths, bytes/s.
     """
     units = {
         unit.name: UnitPlan("gpu", "gpu", "keep", {operator.name: "keep" for operator in unit.operators})
@@ -101,7 +92,6 @@ def by_hardware(
     Teraio's algorithm may find a better plan for less host memory or fewer drives: that plan is used, then.
 
     Args:
-        profile: the profile.
         machine: the machine with one drive, whose bandwidth is multiplied.
         host_bytes: bytes of host memory for migrated tensors, in rising order.
         num_drives: numbers of drives, in rising order.

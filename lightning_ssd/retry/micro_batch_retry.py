@@ -40,10 +40,7 @@ class MicroBatchRetry:
     All methods are called on the training thread.
 
     Args:
-        trainer: the Trainer.
-        inputs: arguments of `training_step`.
         states: returns the offloaded model states; `None`: all are on the device.
-        forward: runs `training_step`.
         save_memory: called before the second attempt, with the part of the first one that has failed ("forward" or
             "backward"); applies a policy that needs less device memory.
         offload_states: called before the third attempt, with the part of the second one that has failed, and whether

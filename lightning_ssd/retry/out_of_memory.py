@@ -38,10 +38,6 @@ def explain_out_of_memory(
     """Returns a text that names where memory ran out, missing and allowed bytes, used bytes by class, and remedies.
 
     Args:
-        error: the OutOfMemoryError.
-        module: the model.
-        locations: the present location table.
-        offloader: activation offloader of the training.
         model_states: offloaded model states; `None`: all are on the device.
         config: the user's arguments for activations.
         planned: whether a `SwapPlanner` chooses the offloaded activations.

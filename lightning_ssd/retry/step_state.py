@@ -90,7 +90,6 @@ class StepState:
     """The present state of a training.
 
     Args:
-        module: the LightningModule.
         inputs: arguments of `training_step`, and other objects that it may reach; their tensors are not copied.
         logged: values that were logged, by their key.
         offloaded: offloaded parameters, which are not recorded.

@@ -24,9 +24,6 @@ def prepare_retry(
 
     Args:
         run: the offloader and the model states of the training.
-        trainer: the Trainer.
-        inputs: arguments of `training_step`.
-        forward: runs `training_step`.
     """
     planner, automatic = run.planner, trainer.lightning_module.automatic_optimization
     if planner is None or not planner.may_run_out or not automatic:
@@ -52,7 +49,6 @@ def retry_backward(plugin: pl.plugins.Precision, retry: MicroBatchRetry, loss: T
 
     Args:
         plugin: the Trainer's plugin, whose `pre_backward` is about to be called.
-        retry: runs the micro-batch.
         loss: the loss before the plugin scales it.
     """
     vars(plugin)["backward"] = _RetriedBackward(plugin, retry, loss)
@@ -71,8 +67,6 @@ def run_before_step(run: RunStates, optimizer: Optimizer, closure: Callable[[], 
 
     Args:
         run: the offloader and the model states of the training.
-        optimizer: the optimizer that steps.
-        closure: runs forward and backward.
 
     Returns:
         The closure for the step.

@@ -38,7 +38,6 @@ def summon_full_params(
 
     Args:
         callback: one of `averaging_callbacks`.
-        module: the model that it averages.
         in_fp32: parameters of the model that `full_params` gives in fp32; so are their averages from now on.
         full_params: returns a context in which all weights are whole tensors.
         loaded: exact checkpoint values of the average, which may have rounded them.

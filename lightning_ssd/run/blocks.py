@@ -12,7 +12,6 @@ def compile_blocks(module: nn.Module, units: Sequence[str] | None) -> list[Calla
     """Compiles the blocks of a model, before hooks are registered around compiled modules.
 
     Args:
-        module: the model.
         units: class names of its blocks; `None`: its repeated blocks.
 
     Returns:

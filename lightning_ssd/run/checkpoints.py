@@ -65,7 +65,6 @@ class CheckpointFiles:
         It must if other code has replaced a saving function, because that code needs ordinary tensors.
 
         Args:
-            plugin: the Trainer's plugin.
             checkpoint: the checkpoint, with lazy tensors.
             path: the file, or directory of a sharded checkpoint.
             module, optimizers: those of the training, which name the optimizer states of a sharded checkpoint.
@@ -106,7 +105,6 @@ def read_checkpoint(
     `copy_mapped_states` is for optimizers.
 
     Args:
-        plugin: the Trainer's plugin.
         path: file, or directory that `save_sharded` wrote, as `present_path` returns it.
         weights_only: as in `torch.load`.
         mapped: whether a file is mapped, not read.

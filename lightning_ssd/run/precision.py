@@ -39,7 +39,6 @@ def offload_precision(precision: pl.plugins.Precision, states: ModelStates) -> p
 
     Args:
         precision: the Trainer's plugin, of a class that `autocast_dtype` accepts.
-        states: model states with the offloaded gradients.
     """
     streaming: _OffloadPrecision
     if isinstance(precision, pl.plugins.MixedPrecision):
@@ -57,7 +56,6 @@ def autocast_dtype(precision: pl.plugins.Precision, states: str, *, fitting: boo
     """Returns the dtype to which autocast casts matrix products, or None without autocast.
 
     Args:
-        precision: the Trainer's plugin.
         states: argument `states` of the strategy, for the message.
         fitting: whether the model is trained; fp64 and fp16 models can only be evaluated.
 

@@ -46,11 +46,7 @@ def make_setup(
     """Returns the settings of model states for the run of a Trainer whose optimizers are set up.
 
     Args:
-        trainer: the Trainer.
-        config: the user's arguments.
-        storage: budgets and paths.
         default_path: directory of scratch files if the user has named none.
-        to_offload: parameters to offload.
         plan: the user's plan, if it determines the tiers of states.
         compiles: the strategy's argument `compile`.
         start_over: whether training starts from a checkpoint although a killed run has left a record.
@@ -92,13 +88,7 @@ def make_setup(
 
 
 def check_several_hosts(trainer: pl.Trainer, config: StatesConfig, plan: Plan | None) -> None:
-    """Raises ValueError, with the remedy, if several hosts don't support the settings of offloaded states.
-
-    Args:
-        trainer: the Trainer.
-        config: the user's arguments.
-        plan: the user's plan, if it determines the tiers of states.
-    """
+    """Raises ValueError, with the remedy, if several hosts don't support the settings of offloaded states."""
     if trainer.num_nodes == 1:
         return
     on_ssd = plan is not None and any(["ssd" in (part.weights, part.states) for part in plan.placements])

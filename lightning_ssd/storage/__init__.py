@@ -22,4 +22,3 @@ from lightning_ssd.storage.smart import DriveWear, read_wear, read_wears
 from lightning_ssd.storage.store import BlobStore, IOStats, StoreManifest
 from lightning_ssd.storage.timed_transfers import Calibration
 from lightning_ssd.storage.urgency import Urgency
-from lightning_ssd.storage.volume import Volume

@@ -40,7 +40,6 @@ class Backend(ABC):
     """An I/O library or set of system calls.
 
     Attributes:
-        name: name of the backend in logs and benchmarks.
         device_buffers: whether CUDA buffers can be transferred, besides host buffers.
     """
 

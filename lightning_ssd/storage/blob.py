@@ -29,7 +29,6 @@ class Blob:
     """SSD space for `nbytes` bytes, divided into consecutive pieces.
 
     Attributes:
-        nbytes: bytes of the blob.
         pieces: pieces of the blob, ordered by `start`.
     """
 

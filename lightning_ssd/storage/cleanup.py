@@ -15,13 +15,9 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def clean_up(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Logs an error of its body, one step of clean-up, as a warning, so that later steps run.
+    """Logs an error of its body, one step of clean-up on a file or directory, as a warning, so that later steps run.
 
     No data is lost by a failed clean-up: writes have been checked when their futures are done.
-
-    Args:
-        action: the step, such as ``"close"``.
-        path: the file or directory that the step works on.
     """
     try:
         yield

@@ -23,7 +23,6 @@ def from_os_error(error: OSError, action: str, path: str | os.PathLike[str]) -> 
     """Converts an operating system error to a StorageError.
 
     Args:
-        error: error of the operating system.
         action: operation that failed, such as ``"write 4096 bytes at offset 0"``.
         path: file or directory of the operation.
 

@@ -56,12 +56,7 @@ class KvikioBackend(Backend):
         )
 
     def open(self, path: Path) -> BackendFile:
-        """Opens an existing file for reading and writing.
-
-        Raises:
-            OSError: the file cannot be opened.
-            RuntimeError: kvikio or cuFile cannot register it.
-        """
+        """Opens a file. Raises RuntimeError, too, if kvikio or cuFile cannot register it."""
         return _KvikioFile(self._kvikio.CuFile(path, "r+"))
 
 

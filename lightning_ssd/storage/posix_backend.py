@@ -26,11 +26,6 @@ class PosixBackend(Backend):
     device_buffers = False
 
     def open(self, path: Path) -> BackendFile:
-        """Opens an existing file for reading and writing.
-
-        Raises:
-            OSError: the file cannot be opened.
-        """
         return _PosixFile(path)
 
 

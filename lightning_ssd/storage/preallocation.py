@@ -16,10 +16,7 @@ def preallocate(fd: int, offset: int, nbytes: int, path: Path) -> None:
     """Appends preallocated bytes to a file; if its filesystem can't preallocate, makes it longer, and logs one warning.
 
     Args:
-        fd: descriptor of the file.
         offset: size of the file.
-        nbytes: bytes to append.
-        path: path of the file, for the warning.
 
     Raises:
         OSError: the filesystem has no room, or failed.
@@ -48,8 +45,6 @@ def fallocate(fd: int, offset: int, nbytes: int) -> None:
 
     Args:
         fd: descriptor of the file, which grows if its end is before that of the range.
-        offset: begin of the range.
-        nbytes: bytes of the range.
 
     Raises:
         OSError: the bytes can't be allocated; its `errno` is `EOPNOTSUPP` if the filesystem can't preallocate.

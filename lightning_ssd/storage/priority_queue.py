@@ -27,7 +27,6 @@ class PriorityQueue(Generic[Item]):
         """Queues an item. Returns False, and does not queue it, if the queue is closed.
 
         Args:
-            item: the item.
             priority: one number or several, which are compared in order; as many for each item of a queue.
         """
         with self._lock:

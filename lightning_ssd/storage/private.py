@@ -68,7 +68,6 @@ class PrivateDirectory:
         """Opens a file of the directory and returns its descriptor, which is closed on `exec`.
 
         Args:
-            name: name of the file.
             flags: as for `os.open`. A file that is created has mode 0600.
 
         Raises:

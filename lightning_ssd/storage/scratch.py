@@ -78,7 +78,6 @@ class ScratchDirectory:
 
     Attributes:
         path: path of the scratch directory, for messages; files are opened through `files`.
-        files: the open scratch directory.
 
     Raises:
         StorageError: `path` is missing, is no directory, or cannot be written or locked; or another run that is

@@ -33,7 +33,6 @@ class Slab:
     it after the last copy to or from the GPU.
 
     Args:
-        nbytes: bytes of the slab.
         pin: page-lock the memory for the GPU, which also commits all pages now; else pages are committed when they
             are first touched.
 
@@ -118,10 +117,6 @@ def commit(slabs: Sequence[Slab], *, pin: bool) -> None:
     """Commits all pages of slabs, and page-locks them on request, on several cores; their bytes do not change.
 
     The kernel clears a page on the core that touches it first, and CUDA would have one core touch all of them.
-
-    Args:
-        slabs: the slabs, which no other thread or process uses meanwhile.
-        pin: page-lock them, as `page_lock` does.
 
     Raises:
         StorageError: they can't be page-locked.

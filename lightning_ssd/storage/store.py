@@ -104,7 +104,6 @@ class BlobStore:
     Attributes:
         piece_bytes: bytes of the largest piece.
         device_buffers: whether `write` and `read` accept CUDA buffers, besides host buffers.
-        backend_name: name of the backend in use.
         write_bandwidth: write bandwidth of all SSDs together, measured at start, bytes/s.
         read_bandwidth: read bandwidth of all SSDs together, measured at start, bytes/s.
 
@@ -225,7 +224,6 @@ class BlobStore:
         """Allocates a blob of `nbytes`. Its contents are undefined until written.
 
         Args:
-            nbytes: bytes of the blob.
             prefer: indices of the paths that it is striped over while they have room; empty: all paths.
 
         Raises:

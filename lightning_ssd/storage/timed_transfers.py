@@ -48,8 +48,6 @@ def calibrate(volumes: Sequence[Volume], *, piece_bytes: int, threads: int, capa
 
     Args:
         volumes: volumes without other transfers. Each grows by up to 64 MiB.
-        piece_bytes: bytes of a transfer.
-        threads: I/O threads per volume.
         capacity: most bytes by which all volumes together may grow.
 
     Raises:

@@ -27,11 +27,9 @@ class Volume:
 
     Args:
         directory: a scratch directory on the SSD. The volume closes it, unless this constructor fails.
-        backend: I/O backend.
         taken: (offset, bytes) of each allocated slot of an existing file; None: the file is made.
 
     Attributes:
-        path: path of the scratch file.
         file: the scratch file, open for transfers.
         slots: allocator of the file's bytes.
         device: number of the filesystem (`st_dev`), equal for volumes that share its free space.
@@ -107,7 +105,6 @@ class Volume:
         """Appends room for a slot of `nbytes`, and more, so that the file consists of a few large extents.
 
         Args:
-            nbytes: bytes of the slot.
             limit: most bytes by which the file may grow.
 
         Returns:

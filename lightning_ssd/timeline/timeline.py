@@ -27,8 +27,6 @@ class Span(NamedTuple):
     """Work of one resource. Seconds count from the begin of the timeline.
 
     Attributes:
-        start: begin.
-        end: end.
         label: name of the work.
         nbytes: bytes of a copy, or of a read or write of an SSD; 0 for other work.
     """
@@ -47,8 +45,6 @@ class Timeline:
         rows: spans of work for each name in `COLORS`, in the order of their begin. They may overlap.
         phases: phases of the training thread (on a GPU: of the compute stream), named as in `PHASE_COLORS`.
         steps: number and begin (seconds) of every step.
-        seconds: length of the timeline, seconds.
-        device: name of the training device.
         on_gpu: whether the steps were computed on a GPU.
     """
 

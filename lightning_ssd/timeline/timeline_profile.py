@@ -71,10 +71,8 @@ class TimelineProfile:
         self._profiler.stop()
 
     def timeline(self, directory: Path) -> Timeline:
-        """Returns the recorded timeline, after `stop`.
-
-        Args:
-            directory: directory for the profiler's own trace, a temporary file.
+        """Returns the recorded timeline, after `stop`. The profiler writes its own trace to a temporary file in
+        `directory`.
 
         Raises:
             OSError: the temporary file can't be written.
@@ -95,8 +93,6 @@ def read_timeline(events: Sequence[dict[str, Any]], thread: int, device: str, *,
     Args:
         events: complete events of the trace.
         thread: identifier of the training thread in the trace.
-        device: name of the training device.
-        on_gpu: whether the training device is a GPU.
 
     Raises:
         ValueError: the trace of a GPU has no kernel of a mark.

@@ -76,7 +76,6 @@ class Access:
     """Runs operators on offloaded tensors for one `ModelStates`.
 
     Args:
-        stores: stores of the flat parameters.
         prefetcher: prefetches their weights.
         staged: stages their values on the host.
         grad_dtype: sums gradients of 16-bit weights in fp32.

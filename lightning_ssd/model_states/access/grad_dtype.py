@@ -22,7 +22,6 @@ class GradDtype:
     Threads: as `Access`, whose operators count the uses.
 
     Args:
-        flat_params: the flat parameters.
         groups: optimizer and index of the parameter group of each flat parameter that is stepped.
 
     Attributes:

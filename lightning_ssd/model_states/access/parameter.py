@@ -134,7 +134,6 @@ class OffloadedView(_RunsOperators, Tensor):
     except in the forward of the weight's module: kernels of user code, which torch does not report, read it there.
 
     Attributes:
-        source: source of the values.
         offset: offset of the view in the source, bytes.
         versioned: whether writes increment the version counter of the source, as those through `Tensor.data` do not.
         backed: whether the view has memory with the values, which the flat parameter owns until the forward ends.
@@ -261,10 +260,8 @@ class Source(ABC):
     """Whole values of an offloaded tensor, wherever they are stored.
 
     Args:
-        access: runs the operators on the tensor.
         flat: flat parameter of the parameter that the values belong to.
         index: index of the parameter in `flat`.
-        name: name of the tensor in messages.
     """
 
     def __init__(self, access: "OperatorAccess", flat: FlatParameter, index: int, name: str) -> None:
@@ -328,54 +325,30 @@ class Source(ABC):
 
 
 class GradSums(Protocol):
-    """The choice of dtype in which gradients of 16-bit weights are summed."""
+    """The part of `GradDtype` that offloaded tensors and their sources use; see there."""
 
     @property
-    def summed_on_host(self) -> Container[FlatParameter]:
-        """Flat parameters for which backward adds gradients on the host."""
-
-    def note_use(self, parameter: OffloadedParameter) -> None:
-        """Counts an operator on 16-bit weights."""
-
-    def sum_in_fp32(self, parameter: OffloadedParameter) -> bool:
-        """Makes autograd sum gradients of a parameter in fp32; returns False if torch can't."""
+    def summed_on_host(self) -> Container[FlatParameter]: ...
+    def note_use(self, parameter: OffloadedParameter) -> None: ...
+    def sum_in_fp32(self, parameter: OffloadedParameter) -> bool: ...
 
 
 class OperatorAccess(Protocol):
-    """The part of `Access` that offloaded tensors and their sources use."""
+    """The part of `Access` that offloaded tensors and their sources use; see there."""
 
     @property
-    def grad_dtype(self) -> GradSums:
-        """Sums gradients of 16-bit weights in fp32."""
-
+    def grad_dtype(self) -> GradSums: ...
     @property
-    def prefetcher(self) -> ParamPrefetcher:
-        """Prefetches weights."""
-
+    def prefetcher(self) -> ParamPrefetcher: ...
     @property
-    def staged(self) -> StagedFlats:
-        """Stages values on the host."""
-
-    def run(self, kind: Kind, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Runs `func`, which was called with offloaded tensors."""
-
-    def wrap(self, result: Any, values: Mapping[int, Tensor], found: Mapping[int, OffloadedTensor]) -> Any:
-        """Returns the result of an operator, with views of offloaded tensors in place of tensors that share memory."""
-
-    def grad(self, parameter: OffloadedParameter) -> Tensor | None:
-        """Returns `parameter.grad`."""
-
-    def base(self, source: Source) -> Tensor:
-        """Returns the values of `source` for the running operator."""
-
-    def values(self, tensor: OffloadedTensor) -> Tensor:
-        """Returns the present values of `tensor`."""
-
-    def begin_change(self, flat: FlatParameter) -> None:
-        """Called before weights of `flat` change."""
-
-    def add_grad(self, flat: FlatParameter, index: int, gradient: Tensor) -> None:
-        """Adds a gradient in fp32."""
+    def staged(self) -> StagedFlats: ...
+    def run(self, kind: Kind, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any: ...
+    def wrap(self, result: Any, values: Mapping[int, Tensor], found: Mapping[int, OffloadedTensor]) -> Any: ...
+    def grad(self, parameter: OffloadedParameter) -> Tensor | None: ...
+    def base(self, source: Source) -> Tensor: ...
+    def values(self, tensor: OffloadedTensor) -> Tensor: ...
+    def begin_change(self, flat: FlatParameter) -> None: ...
+    def add_grad(self, flat: FlatParameter, index: int, gradient: Tensor) -> None: ...
 
 
 class _ViewReferences:
@@ -398,7 +371,6 @@ class ForwardValueReferences:
     """Makes the references that autograd saves in place of whole weights that a forward reads.
 
     Args:
-        source: the weights.
         values: the whole values; their storage owns this object, and is freed when the forward ends.
     """
 

@@ -11,7 +11,7 @@ The modules, in the order in which they are best read:
 """
 
 from lightning_ssd.model_states.checkpoints.lazy import LazyTensor, load_lazy, note_unread, save
-from lightning_ssd.model_states.checkpoints.replace import find_replaced
+from lightning_ssd.model_states.checkpoints.replace import find_replaced, put_in_place
 from lightning_ssd.model_states.checkpoints.restorer import ModelRestorer
 from lightning_ssd.model_states.checkpoints.sharded import is_sharded, load_sharded, save_sharded
 from lightning_ssd.model_states.checkpoints.state_dicts import StateDicts

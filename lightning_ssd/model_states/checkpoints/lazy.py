@@ -204,7 +204,6 @@ def save(checkpoint: Any, path: str | Path) -> None:
     The file is replaced atomically when the new one is durable: after a kill, the old or the new one exists.
 
     Args:
-        checkpoint: the checkpoint to save.
         path: a local file; its directory is made if it is missing.
     """
     path = Path(path)

@@ -20,7 +20,6 @@ def replacing(path: Path, part: Path) -> Iterator[io.BufferedWriter]:
     """Yields a new file that replaces `path` on exit, when it is durable. If the body raises, it is removed.
 
     Args:
-        path: file to replace.
         part: temporary name of the new file, in the same directory.
     """
     try:
@@ -42,7 +41,6 @@ def put_in_place(part: Path, path: Path) -> None:
 
     Args:
         part: new file or directory, whose content is durable, in the same directory as `path`.
-        path: name to replace.
 
     Raises:
         OSError: `path` is unchanged; or it is replaced, but the replacement may not survive a loss of power.

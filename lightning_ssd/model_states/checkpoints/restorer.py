@@ -131,12 +131,7 @@ class ModelRestorer:
                 self._refuse(store, optimizer, str(error))
 
     def close_scratch(self, staging: StateStaging, *, kept: bool) -> None:
-        """Closes the scratch space.
-
-        Args:
-            staging: scratch space of the flat parameters.
-            kept: whether its files are kept for the next run.
-        """
+        """Closes the scratch space of the flat parameters; with `kept`, its files are kept for the next run."""
         if self._on_ssd and not kept:
             self._blobs = staging.detach()
         else:

@@ -72,7 +72,6 @@ def load_sharded(path: str | Path, *, weights_only: bool | None = None) -> dict[
     """Returns the checkpoint in a directory that `save_sharded` wrote; its large tensors are mapped, not read.
 
     Args:
-        path: the directory.
         weights_only: as in `torch.load`, for all files that are unpickled.
 
     Raises:

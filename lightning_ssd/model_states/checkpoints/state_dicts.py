@@ -34,11 +34,8 @@ class StateDicts:
     stored.
 
     Args:
-        module: the model.
         staged: stages the model's flat parameters on the host.
-        flat_optimizers: optimizers of the flat parameters.
         where: flat parameter of each offloaded parameter, and its index there.
-        masters: master weights of parameters on the device.
         optimizers: optimizers that step flat parameters.
         changing: called before values are loaded.
         loading: called before states of an optimizer are loaded: it returns when no other rank reads those before any

@@ -14,7 +14,6 @@ def replace_values(root: Any, replacement: Callable[[str, Any], Any]) -> Any:
     in the result.
 
     Args:
-        root: the outermost value.
         replacement: gets the path of a value, such as "optimizer_states/0/state", and the value. Returns the value
             itself if it is not replaced; it is then searched if it is a container.
     """

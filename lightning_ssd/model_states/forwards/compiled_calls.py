@@ -136,7 +136,6 @@ def run_functions_within(model: nn.Module, context: CallContext) -> list[Callabl
     Functions that refer to their module are regions, and are left out, as are those of modules in a region.
 
     Args:
-        model: the model.
         context: a context that is given the arguments of a call, and yields those that the function is given.
 
     Returns:

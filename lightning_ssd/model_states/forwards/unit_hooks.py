@@ -28,11 +28,7 @@ class UnitHooks:
     """Keeps the weights of a model's modules on the device while their code runs. Hooks run on the thread of the call.
 
     Args:
-        model: the model.
-        units: units of the model, each with its flat parameters.
         flat_of: the flat parameter of each offloaded parameter, and its index there.
-        mastered: parameters on the device that have master weights.
-        prefetcher: makes weights resident.
         access: makes offloaded parameters ordinary ones, and stores the writes of a forward to views of the weights.
         summoned: returns whether all parameters are whole tensors at present, so that no weights are prefetched.
     """
@@ -207,10 +203,7 @@ class _CompiledWeights(NamedTuple):
 
     Attributes:
         inner: modules whose own hooks the code must not run.
-        offloaded: offloaded parameters.
-        flat_params: their flat parameters.
         owners: modules with the names of offloaded parameters.
-        with_masters: parameters on the device that have master weights.
     """
 
     inner: Sequence[nn.Module]

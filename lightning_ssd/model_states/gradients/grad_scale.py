@@ -65,7 +65,6 @@ class GradScaleDecision:
     Ownership: each slot of `_host` belongs to the kernel that writes a step's scale, until that step's `scale` is done.
 
     Args:
-        copies: copies of the device.
         clip: "deferred": no step begins before its scale is known. "speculative": a step begins with the scale that is
             most likely. "auto": it does so while few of the last speculations were wrong.
         needs_norm: whether gradients are clipped by their norm, or losses are scaled; else the scale is always 1. User
@@ -106,11 +105,7 @@ class GradScaleDecision:
         self._miss_rate = 1.0  # the scale of the first steps is seldom the speculated one
 
     def begin(self, *, defer_to_user_hooks: bool) -> None:
-        """Begins a step.
-
-        Args:
-            defer_to_user_hooks: whether user code may read and clip gradients before any job begins.
-        """
+        """Begins a step. `defer_to_user_hooks`: user code may read and clip gradients before any job begins."""
         self.decided = not (self.needs_norm or defer_to_user_hooks)
         self.scale = finished(1.0) if self.decided else Future()
 

@@ -57,10 +57,6 @@ class GradientPool:
 
     If the pool is exhausted, the caller waits for submitted steps, which release memory. If no step is running, because
     many flat parameters have a part of their gradient each, no memory would ever be released: the pool allocates more.
-
-    Args:
-        nbytes: bytes to share.
-        pin: page-lock them.
     """
 
     def __init__(self, nbytes: int, *, pin: bool) -> None:
@@ -73,7 +69,6 @@ class GradientPool:
         """Returns memory, and the function that releases it.
 
         Args:
-            nbytes: bytes to allocate.
             under_way: returns futures that are done when steps have released their memory; called if the pool is
                 exhausted.
         """
@@ -102,7 +97,6 @@ class SharedGradient:
     rank frees the pages of its parts at the owner's message about the sum, and the mean is in the owner's of `sums`.
 
     Attributes:
-        rank: number of this rank.
         copies: gradients as backward has computed them, in the dtype of the compute weights.
         sums: gradients of several micro-batches in fp32; if user code may read gradients, if devices sum gradients, or
             with several hosts: the mean of all ranks, in the owner's part.
@@ -140,7 +134,6 @@ class Gradient:
     All other fields belong to the training thread.
 
     Args:
-        flat: the flat parameter.
         memory: host memory of its own, of `flat.nbytes` bytes, which it closes; or that which it shares with others.
         shared: memory of all ranks' gradients, of which `memory` is this one's part; None: there is one rank.
 
@@ -236,7 +229,6 @@ class Gradient:
         """Registers a gradient of parameter `index`, which is in `on_device` from now on.
 
         Args:
-            index: the parameter.
             grad: the gradient, which autograd does not follow.
             is_sum: whether it is added to one that no step has used.
         """
@@ -252,11 +244,7 @@ class Gradient:
         return num_arrived
 
     def undo_backward(self, states: list[GradientState]) -> None:
-        """Backward has failed, and its gradients, which were not accumulated, are dropped.
-
-        Args:
-            states: `states` before that backward.
-        """
+        """Drops the gradients of a failed backward, which were not accumulated; `states` are those before it."""
         self.num_arrived = 0
         self.arrived = [False] * len(self.arrived)
         self.on_device.clear()
@@ -433,7 +421,6 @@ class Gradient:
 
         Args:
             values: gradients by parameter index, at least one, with the order of elements that the parameters have.
-            copies: copies of the device.
             awaited: whether a thread waits for the mark.
         """
         size, views = self._flat.dtype.itemsize, self._flat.param_views

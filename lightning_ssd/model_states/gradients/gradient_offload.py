@@ -43,14 +43,12 @@ class GradientOffloader:
         groups: optimizer of each of these flat parameters, and index of the parameter group.
         pool: memory that the gradients share; owned. None: each has its own memory.
         prefetcher: counts the forwards of a unit, each of which yields a gradient.
-        copies: copies of the device.
         worker: runs accumulations.
         decision: receives the gradients of a step that clips or scales.
         recorded: whether steps are recorded, so that no gradient may outlive its step.
         peers: device memory that all ranks read, for gradients that are complete; None: there is none.
 
     Attributes:
-        norms: norms of the gradients.
         in_flight: device memory of gradients that are being copied.
         backward: the backward that runs, which may fail.
     """
@@ -321,12 +319,8 @@ class GradientOffloader:
 
     # ---- accumulation on the host ----
 
-    def accumulate(self, flat: FlatParameter) -> "Future[None]":
-        """Submits the accumulation of the gradients that were copied.
-
-        Returns:
-            `Gradient.consumed`, done when they are in `Gradient.accum`.
-        """
+    def accumulate(self, flat: FlatParameter) -> None:
+        """Submits the accumulation of the gradients that were copied, to `Gradient.accum`."""
         self.backward.note_added(flat)
         gradient = self._gradients[flat]
         self.offload(flat)
@@ -341,7 +335,6 @@ class GradientOffloader:
 
         gradient.summed = self._worker.submit(run, [self._copies.on_d2h(gradient.mark)])
         gradient.set_consumed(gradient.summed)
-        return gradient.consumed
 
     def accumulate_all(self) -> None:
         """Submits the accumulation of every gradient that was copied."""

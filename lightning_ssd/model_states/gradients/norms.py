@@ -27,9 +27,7 @@ class GradientNorms:
     its gradients, which are read alone: by their copies to the host, and by the kernels of their norms.
 
     Args:
-        gradients: the gradient of each flat parameter that is stepped.
         decision: whether norms are needed.
-        device: device of the model's computation.
         copied: returns when the gradients of a flat parameter that have arrived are in host memory.
     """
 
@@ -56,8 +54,6 @@ class GradientNorms:
         """Has the norm of a new gradient computed, or whether it is finite, on the device, for the scale decision.
 
         Args:
-            flat: flat parameter of the parameter.
-            parameter: parameter of the gradient.
             grad: the gradient, on the device, which autograd does not follow.
             check_finite: whether the running step is skipped if the gradient is not finite.
         """

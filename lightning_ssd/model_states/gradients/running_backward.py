@@ -17,7 +17,6 @@ class _Before:
     """The gradients before a backward whose steps are delayed.
 
     Attributes:
-        states: states of each flat parameter's gradients.
         accumulated: flat parameters that had gradients of earlier micro-batches, or of user code.
     """
 
@@ -31,8 +30,6 @@ class RunningBackward:
     Threads: the training thread, or autograd's while that waits.
 
     Args:
-        gradients: the gradient of each flat parameter that is stepped.
-        norms: norms of the gradients.
         in_flight: device memory of gradients that are being copied.
 
     Attributes:

@@ -73,10 +73,7 @@ def read_commit_record(
 
     Args:
         directory: the kept directory of the first path, which this rank or rank 0 has locked.
-        layouts: layouts of this run's flat parameters.
         settings: settings of this run. A record of the same flat parameters is returned even if its settings differ.
-        rank: number of this rank.
-        size: number of ranks.
 
     Raises:
         StorageError: the record has other flat parameters, or can't be read. Nothing is removed.
@@ -209,9 +206,7 @@ class Journal:
 
     Args:
         stores: stores of all flat parameters, on SSDs; not owned.
-        flat_optimizers: optimizers of the flat parameters that are stepped.
         blob_store: scratch space of the stores.
-        settings: settings of the training.
         messages: messages of this rank; None: there is one rank.
     """
 

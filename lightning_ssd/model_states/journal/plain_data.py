@@ -57,8 +57,6 @@ def encode(value: object, name: str, copy: Callable[[Tensor], Tensor] = Tensor.c
     """Encodes a value: None, numbers, strings, bytes, tensors, arrays, and containers of these.
 
     Args:
-        value: the value.
-        name: name of the value, for messages.
         copy: returns a copy of a contiguous tensor on the CPU. The copy may run until `to_bytes` is called.
 
     Raises:

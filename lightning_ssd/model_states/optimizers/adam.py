@@ -123,7 +123,6 @@ class AdamKernel:
     """The functions of adam.c with one kind of roundings.
 
     Attributes:
-        library: the functions.
         root: address of the square-root function; None: roots are rounded to the nearest number.
         width: elements of a vector of torch's fused kernel; elements of a parameter that fill none are its tail.
     """
@@ -157,7 +156,6 @@ class AdamKernel:
         """Returns the call of a function of adam.c that makes a step.
 
         Args:
-            name: name of the function.
             items: as `items` returns them.
             arrays: array arguments of the function, in order; without the gradient, if that is `mean`.
             settings: as `settings_of` returns them.
@@ -189,8 +187,6 @@ class KernelCall:
     """A call of a function of adam.c that is to be made.
 
     Attributes:
-        library: the functions.
-        arguments: the function and its arguments.
         tensors: the work list and the arrays whose addresses are in `arguments`; this object keeps them alive.
         gradients: gradients of several ranks, and the table of their addresses, kept alive, too.
     """
@@ -232,10 +228,8 @@ def settings_of(
     """Returns the numbers of one step, each computed as torch computes it, or None for options adam.c does not know.
 
     Args:
-        options: the settings of the group.
         implementation: implementation of torch whose roundings are reproduced.
         step: steps of the parameters after this one.
-        scale: factor of the gradient.
     """
     (beta1, beta2), lr, decay = options["betas"], options["lr"], options["weight_decay"]
     if options["amsgrad"] or isinstance(beta1, Tensor) or isinstance(beta2, Tensor) or isinstance(decay, Tensor):
@@ -265,14 +259,8 @@ def settings_of(
 def torchs_step(
     options: Mapping[str, Any], weights: Tensor, gradient: Tensor, states: Mapping[str, Tensor], step: int
 ) -> None:
-    """Makes a step of one fp32 parameter, or of a part of it, with torch's own function.
-
-    Args:
-        options: the settings of the group.
-        weights: changed in place.
-        gradient: gradient of the weights.
-        states: optimizer states by torch's names; changed in place.
-        step: steps of the parameter after this one.
+    """Makes a step of one fp32 parameter, or of a part of it, with torch's own function, which changes weights and
+    states in place. `step` counts the steps of the parameter after this one.
     """
     with torch.no_grad():
         adam(
@@ -299,8 +287,6 @@ def rounded_step(
     """Makes a step of fp32 weights in place, with the bits of adam.c without a square-root function and tails.
 
     Args:
-        weights: changed in place.
-        gradient: gradient of the weights, fp32.
         moments: both moments before the step, fp32.
         settings: as `settings_of` returns them.
 

@@ -40,8 +40,6 @@ def cuda_step(
 
     Args:
         gradient: fp32, on a CUDA device, as all others.
-        masters: master weights before the step.
-        moments: both moments before the step.
         settings: as `settings_of` returns them for torch's fused implementation.
     """
     numbers = {name: float(getattr(settings, name)) for name in _NUMBERS}

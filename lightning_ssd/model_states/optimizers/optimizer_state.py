@@ -17,7 +17,6 @@ def guard_state(
     """Makes uses of the states of offloaded parameters in `optimizer.state` raise an error.
 
     Args:
-        optimizer: the user's optimizer.
         offloaded: its parameters whose states are offloaded.
         has_state: returns whether one of them has a state by now.
         copy_state: returns a copy of its state.
@@ -60,12 +59,6 @@ class OffloadedOptimizerState(defaultdict[Any, Any]):
     """The type of `Optimizer.state`, except that a use of the state of an offloaded parameter raises an error.
 
     Its keys are those of plain training. The values of offloaded parameters are objects whose use raises the error.
-
-    Args:
-        optimizer: the user's optimizer.
-        offloaded: its parameters whose states are offloaded.
-        has_state: returns whether one of them has a state by now.
-        copy_state: returns a copy of its state, for copies of the optimizer.
 
     Raises:
         RuntimeError: on a lookup, an assignment, a removal, or a use of a value.

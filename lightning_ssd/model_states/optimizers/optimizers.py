@@ -53,7 +53,6 @@ class StepInput:
     """Input of one step of a flat parameter.
 
     Attributes:
-        options: options of the parameter group.
         gradient: `flat.numel` elements in any floating dtype, or the mean of several ranks' ones.
         has_grad: for each parameter, whether it has a gradient; the others are not stepped, as in torch.
         scale: the gradient, converted to fp32, is multiplied with it.
@@ -147,7 +146,6 @@ class FlatOptimizer(ABC):
         """Returns whether `state_of` has a state of parameter `index`; `None`: the end of the running step decides.
 
         Args:
-            index: index of the parameter.
             names: states among staged values.
             running: whether a step may be running, or be rolled back.
         """

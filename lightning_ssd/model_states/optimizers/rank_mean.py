@@ -67,10 +67,8 @@ class RankMean:
         )
 
     def write(self, total: Tensor) -> None:
-        """Writes the mean.
-
-        Args:
-            total: as many elements in fp32, one dimension, on the CPU; it may be one of the sources.
+        """Writes the mean to `total`, as many elements in fp32, one dimension, on the CPU; it may be one of the
+        sources.
         """
         library = adam_library()
         if library is None:

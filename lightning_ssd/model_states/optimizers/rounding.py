@@ -39,7 +39,6 @@ def round_stochastically(values: Tensor, random: Tensor) -> Tensor:
     A value of bf16 remains, as do infinities; every NaN becomes the canonical one.
 
     Args:
-        values: fp32 values.
         random: 16 random bits for each, int64.
     """
     bits = values.view(torch.int32).to(torch.int64) & 0xFFFFFFFF

@@ -17,8 +17,6 @@ class StepWork:
     """The calls by which the step of a flat parameter ends.
 
     Attributes:
-        name: name of the flat parameter.
-        calls: the calls.
         seconds: seconds of the step, of which `do_together` adds those of the calls.
     """
 

@@ -65,8 +65,6 @@ def stepped_whole(
     """Returns the optimizers with offloaded parameters that are stepped whole; the log names them.
 
     Args:
-        optimizers: the user's optimizers.
-        offloaded: the offloaded parameters.
         on_ranks: whether several ranks train the model. Each of them steps optimizers whose states are not in shared
             memory, as under DDP, and so has these states for its state dicts.
     """

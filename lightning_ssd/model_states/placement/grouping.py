@@ -40,12 +40,8 @@ def make_flat_params(
     """Returns the units with their flat parameters, those of one part after those of the other.
 
     Args:
-        module: the model.
         units: units of the model, whose parameters user code may have removed from it.
-        offloaded: parameters to group.
         groups: parameter groups; a flat parameter belongs to one.
-        device: device of the model's computation.
-        setup: settings of the training.
         max_elements: most elements of a flat parameter, unless one parameter has more.
     """
     dtypes = compute_dtypes(module, setup.autocast)
@@ -90,7 +86,6 @@ class FlatSpec:
     """A flat parameter, how its values lie in memory, and how it is stepped.
 
     Attributes:
-        layout: layout of the flat parameter's values.
         flat_optimizer: its optimizer; None: it is not stepped.
     """
 
@@ -107,9 +102,6 @@ def make_spec(flat: FlatParameter, groups: Groups, setup: Setup, *, two_versions
     """Returns the layout and the optimizer of a new flat parameter.
 
     Args:
-        flat: the flat parameter.
-        groups: parameter groups.
-        setup: settings of the training.
         two_versions: whether to store two versions, so that steps can be rolled back, if its optimizer supports it.
 
     Raises:

@@ -149,12 +149,7 @@ def share_peer_memory(ranks: Ranks, layouts: Sequence[Layout], copies: CopyEngin
 
 
 def choose_owners(numels: Sequence[int], size: int) -> list[int]:
-    """Returns the owner of each flat parameter: the largest first, to the rank with the fewest elements so far.
-
-    Args:
-        numels: elements of each flat parameter.
-        size: number of ranks.
-    """
+    """Returns the owner of each flat parameter: the largest first, to the rank with the fewest elements so far."""
     owners, loads = [0] * len(numels), [0] * size
     for index in sorted(range(len(numels)), key=lambda index: -numels[index]):
         owner = loads.index(min(loads))

@@ -40,12 +40,7 @@ PlanTiers = Mapping[str, UnitTiers]
 
 
 def bytes_on_device(module: nn.Module, *, fitting: bool) -> int:
-    """Returns the bytes of a model on the device: weights, and with `fitting` gradients, two states and 16-bit copies.
-
-    Args:
-        module: the model.
-        fitting: whether it is trained.
-    """
+    """Returns a model's bytes on the device: weights, and with `fitting` gradients, two states and 16-bit copies."""
     return sum(
         parameter.numel() * (parameter.element_size() * (4 if fitting and parameter.requires_grad else 1) + 2)
         for parameter in module.parameters()
@@ -60,7 +55,6 @@ def offloaded_parameters(module: nn.Module, min_bytes: int, *, fitting: bool) ->
     another gradient is in fp64, which the optimizer steps of offloaded parameters do not.
 
     Args:
-        module: the model.
         min_bytes: bytes of the smallest fp32, fp64 or fp16 parameter to offload. bf16 parameters of all sizes are
             offloaded, because only offloaded ones have fp32 master weights.
         fitting: whether the model is trained: fp64 and fp16 parameters are kept then, because steps are computed in
@@ -107,11 +101,9 @@ def residents_within(
     first, so a step on the CPU would overlap with nothing.
 
     Args:
-        units: units of the model.
         offloaded: parameters to choose from.
         groups: parameter groups; parameters outside of them need no gradients and states.
         budget: bytes of the device.
-        dtypes: compute dtype of each parameter.
         defer_to_user_hooks: as in `whole_parts`.
     """
 
@@ -144,8 +136,6 @@ def planned_residents(
     """Returns the parameters that a plan keeps on the device.
 
     Args:
-        tiers: the plan.
-        units: units of the model.
         parts_of: returns the parts of a unit that may be on tiers of their own.
         movable: parameters that may be offloaded.
         defer_to_user_hooks: as in `whole_parts`.

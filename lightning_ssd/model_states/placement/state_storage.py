@@ -42,10 +42,7 @@ class KilledRun:
     Threads: the training thread.
 
     Args:
-        layouts: layouts of this run's flat parameters.
-        settings: settings of this run.
         start_over: whether the record is removed unread.
-        size: number of ranks.
 
     Attributes:
         record: the record; None: there is none, or it was not read yet.
@@ -90,10 +87,7 @@ def make_staging(
     Several ranks share the files, which rank 0 makes and removes.
 
     Args:
-        memory_plan: tiers of the flat parameters.
-        storage: budgets and paths.
         default_path: directory of scratch files if the user has named none.
-        device: device that the model computes on.
         killed: a run whose files are adopted. With it, scratch space is made in any case, for the journal.
         layouts: layouts of the flat parameters; needed for several ranks.
         ranks: what several ranks share; None: there is one rank.
@@ -167,10 +161,7 @@ def make_store(
     """Returns an empty store of a flat parameter.
 
     Args:
-        layout: layout of its values.
         tiers: tier of the compute weights, and of the other values.
-        staging: scratch space.
-        copies: copies of the device.
         undo: frees the buffers.
         ranks: allocates host memory that all ranks share; None: there is one rank.
 

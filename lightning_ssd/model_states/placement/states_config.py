@@ -85,9 +85,6 @@ class StatesConfig:
         """Returns whether any state is offloaded: with `states="auto"`, if `device` has no room for all of them.
 
         Args:
-            module: the model.
-            device: device of the model's computation.
-            fitting: whether the model is trained.
             movable: whether states on the device can be offloaded later.
         """
         if self.states != "auto":
@@ -118,7 +115,6 @@ class StatesConfig:
         """Returns the bytes of `device` up to which all states are kept there; None: the device is a CPU (no limit).
 
         Args:
-            device: device of the model's computation.
             movable: whether states on the device can be offloaded later.
         """
         if self.gpu_memory != "auto":
@@ -132,7 +128,6 @@ class Setup:
     """Settings of model states that do not change during a training.
 
     Attributes:
-        config: the user's arguments.
         storage: budgets and paths.
         default_path: directory of scratch files if the user has named none.
         autocast: dtype of matrix products under autocast; None: without autocast.
@@ -228,7 +223,6 @@ class Setup:
         """Returns the budget of second versions: host memory that a memory plan does not use.
 
         Args:
-            memory_plan: the memory plan.
             budget: result of `host_budget` before the plan's memory was allocated.
         """
         return SpareMemory(

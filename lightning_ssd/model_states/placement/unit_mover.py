@@ -32,7 +32,6 @@ class TieredSpec(FlatSpec):
     """A flat parameter and its tiers.
 
     Attributes:
-        weights: tier of its compute weights.
         opt_state: tier of its master weights and optimizer states.
     """
 
@@ -58,8 +57,6 @@ class UnitMover:
         parts: the parts of all units that may be moved, each with the index of its unit.
         masters: master weights of resident 16-bit parameters.
         staging: scratch space of flat parameters on SSDs; owned.
-        groups: parameter groups.
-        device: device that the model computes on.
         undo: restores the parameters, and frees everything.
 
     Attributes:
@@ -124,11 +121,7 @@ class UnitMover:
             log.warning("not all model states could be moved, which does not affect results: %s", error)
 
     def finish(self, memory_plan: MemoryPlan) -> OffloadedModel:
-        """Returns the moved flat parameters.
-
-        Args:
-            memory_plan: tiers and memory of the flat parameters.
-        """
+        """Returns the moved flat parameters."""
         self.resize_staging(memory_plan.staging, memory_plan.param_staging)
         if self._staging is not None and not memory_plan.ssd:
             self._staging.close()

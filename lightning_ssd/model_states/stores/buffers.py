@@ -37,7 +37,6 @@ class StateBuffer(ABC):
     the buffer until the write is done.
 
     Attributes:
-        tier: tier of the buffer.
         nbytes: bytes of one version.
         versions: 1 or 2.
         staging_bytes: bytes of staging memory that `stage` needs.
@@ -115,8 +114,6 @@ class HostBuffer(StateBuffer):
     """Host memory, which is staged in place. The second version has no memory until `add_second`, unless it is shared.
 
     Args:
-        nbytes: bytes to store.
-        versions: 1 or 2.
         memory: memory of each version, which other ranks share; owned. None: new memory.
 
     Attributes:
@@ -217,12 +214,7 @@ class SSDBuffer(StateBuffer):
     """A blob on SSDs for each version.
 
     Args:
-        nbytes: bytes to store.
         staging: allocates and transfers the blobs. The bytes of adopted ones are valid after `adopt`.
-        versions: 1 or 2.
-
-    Attributes:
-        blobs: one for each version.
 
     Raises:
         StorageFullError: there is no space.
@@ -328,9 +320,6 @@ class SpareMemory:
 
     Threads: any; the lock guards `reserved`.
 
-    Args:
-        nbytes: bytes of all second versions together.
-
     Attributes:
         reserved: bytes of the allocated second versions.
     """
@@ -361,7 +350,6 @@ class StateStaging:
     until the device has copied them; staged values until their step is made, which may wait for the end of backward.
 
     Attributes:
-        store: scratch space.
         params: reads prefetched weights to pinned memory, of which it has one page if `store` takes device buffers.
         states: reads all values; their memory is owned as `StateStore` says.
         adopted: allocated blobs, which `allocate` returns first: those of a killed run, or of all ranks.
@@ -383,7 +371,6 @@ class StateStaging:
             param_staging: bytes of memory for prefetched weights.
             staging: bytes of memory for all values.
             pin: page-lock the memory of prefetched weights.
-            adopted: as the attribute.
         """
         with contextlib.ExitStack() as undo:
             pools = _make_pools(store, param_staging, staging, pin=pin)

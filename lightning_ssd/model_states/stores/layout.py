@@ -45,7 +45,6 @@ class StagedState:
         master: fp32 master weights; `weights` itself if those are fp32, None if they are split.
         low: low half of split master weights (`weights` is the high half), int16.
         states: optimizer states by name, zero before the first step; `state` returns them in fp32.
-        moments: format of the optimizer states.
         scales: fp32 scales of optimizer states in 8 bits by name, one for each block of `dynamic_code.BLOCK` elements.
         memory: bytes that values on SSDs were read to; None: the values lie where they are stored.
         buffer: staging memory that has these bytes; None: they are memory of their own.
@@ -174,7 +173,6 @@ class Layout:
     """How a flat parameter's values lie in memory: compute weights in one buffer, all others in a second one.
 
     Attributes:
-        flat: the flat parameter.
         split: whether its master weights are split; those of bf16 weights can be.
         state_names: optimizer states that have an element for each weight.
         steps: whether it is stepped, and has gradients.

@@ -21,7 +21,6 @@ class StagedFlat:
     """Values of one flat parameter on the host.
 
     Attributes:
-        values: weights and optimizer states.
         masters: fp32 master weights, `flat.numel` elements; stored by `unstage` if `changed`. If other ranks share the
             values, changed ones are a copy.
         changed: whether master weights were written.
@@ -51,13 +50,11 @@ class StagedFlats:
     code runs between two calls, and steps that it waits for need that memory (see `StateStore`).
 
     Args:
-        stores: where the values are stored.
         check_caller: raises RuntimeError if another thread than that of `fit` calls.
         drain: returns when the submitted step of a flat parameter is made; raises RuntimeError if the caller can't
             wait for it.
         begin_change: called before weights change; raises RuntimeError if they may not.
         arrived: orders the compute stream after the prefetch of a flat parameter, if it is resident.
-        release: evicts a flat parameter.
         checkin: stores changed master weights, and, if ranks share the values, loaded ones; they belong to it.
         on_ranks: whether other ranks share the values. All ranks change a copy of their own then.
     """

@@ -29,7 +29,6 @@ def commit_memory(stores: Iterable["StateStore"], *, pin: bool) -> None:
     """Commits the host memory of values, which no thread uses meanwhile. They do not change.
 
     Args:
-        stores: stores of the values.
         pin: page-lock compute weights, which are copied to the device.
 
     Raises:
@@ -72,9 +71,7 @@ class StateStore:
     arrived, which the compute stream produced after its last read of the weights, and that after their prefetch.
 
     Args:
-        layout: layout of the values.
         buffers: the memory of the values; owned.
-        copies: copies of the device.
         staging: memory and threads for values on SSDs; None if there are none.
 
     Attributes:
@@ -289,7 +286,6 @@ class StateStore:
         """Stores the weights of all parameters, in order, as master weights.
 
         Args:
-            weights: the weights.
             change: called with the staged values, to change other ones.
         """
         staged = self._staged_now()

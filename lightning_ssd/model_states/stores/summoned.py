@@ -50,7 +50,6 @@ class SummonedWeights:
     """Makes the parameters of a flat parameter whole tensors, from `summon` until `restore`, which may be repeated.
 
     Args:
-        flat: the flat parameter.
         masters: its fp32 master weights, of which the parameters are views meanwhile; owned until `restore`. A
             parameter that shares memory with tensors of user code, in fp32 and on the CPU, has that memory instead.
     """

@@ -26,7 +26,6 @@ class VersionedBuffers:
     Threads and ownership: those of `StateStore`.
 
     Args:
-        layout: layout of the values.
         weights: buffer of the compute weights; owned.
         opt_state: buffer of all others; owned. None: there are none.
 

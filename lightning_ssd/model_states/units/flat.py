@@ -33,11 +33,8 @@ class ParamView:
     """One parameter of a flat parameter.
 
     Attributes:
-        name: qualified name of the parameter.
-        parameter: the module's parameter.
         start: offset of the parameter in the flat parameter, elements.
         dtype: dtype of the parameter when the model was built.
-        shape: shape of the parameter.
         stride: strides of the parameter if it is dense (its elements are in memory without gaps), else contiguous ones.
     """
 
@@ -99,8 +96,6 @@ class FlatParameter:
     Args:
         name: unique name, for messages.
         parameters: qualified names and parameters; the caller makes them views by `attach`.
-        dtype: dtype of the compute weights.
-        device: device of the compute weights.
         alignment: alignment of each parameter in elements, a multiple of `ALIGNMENT`.
     """
 
@@ -279,7 +274,6 @@ class FlatParameter:
         """Returns the reference that autograd saves in place of a parameter or a view of one.
 
         Args:
-            tensor: the parameter or view.
             start: offset of the tensor's storage in the flat parameter, elements.
         """
         if isinstance(tensor, nn.Parameter) and tensor.dtype != self.dtype:  # saved by a function that read fp32 values

@@ -70,7 +70,6 @@ def materialize(
     they are initialized on `device`, which draws random numbers fast, and are there afterwards.
 
     Args:
-        root: the model.
         units: a group of units that `init_groups` has returned.
         uninitialized: uninitialized tensors of the model; parameters of `units` are removed from it.
         device: device with room for the units.

@@ -35,7 +35,6 @@ class MasteredParameter(TrainedParameter):
     DLPack capsule or a data pointer, are lost.
 
     Attributes:
-        master: fp32 master weights of the parameter.
         exposed: whether `data` was read or set, so that writes need not increment the version counter.
         assigned: an assigned gradient that was converted, and its version at that time.
     """
@@ -78,7 +77,6 @@ class MasterWeights:
 
     Args:
         parameters: bf16 parameters. Their optimizers' states and group entries become their masters'.
-        optimizers: optimizers of the model.
         values: existing masters, on the same device; the others are made from the parameters.
 
     Attributes:

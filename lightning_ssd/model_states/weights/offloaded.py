@@ -19,10 +19,8 @@ class OffloadedModel:
     Attributes:
         units: the units of the model as it was built, each with its flat parameters. User code may since have replaced
             modules or parameters; the new ones are in no unit.
-        stores: where the values of each flat parameter are stored.
         flat_optimizers: how each flat parameter is stepped; those without gradients have none.
         groups: for each flat parameter with a flat optimizer, its optimizer and the index of its parameter group.
-        copies: copies of the device.
         staging: memory and threads for values on SSDs; None where there are none.
     """
 

@@ -38,9 +38,6 @@ class ParamPrefetcher:
     """Prefetches and evicts the flat parameters of units.
 
     Args:
-        units: flat parameters of each unit.
-        stores: store of each flat parameter.
-        copies: copy engine of the device.
         budget: bytes of device memory for compute weights; units in use are resident even if they exceed it.
         unstage: unstages values that are staged for user code; called before those of a flat parameter are.
         pull: copies user code's writes to memory that it shares with a flat parameter; called before its use.
@@ -143,7 +140,6 @@ class ParamPrefetcher:
         """Keeps flat parameters of any units resident while an operator outside of their forwards runs.
 
         Args:
-            flat_params: the flat parameters, which are made resident.
             record: whether autograd records the use; then the next micro-batch prefetches them.
 
         Raises:
@@ -396,7 +392,6 @@ class _RunningNode(NamedTuple):
     """An autograd node whose backward uses weights.
 
     Attributes:
-        number: autograd's sequence number of the node.
         units: units whose weights the node has unpacked; it may not have launched its kernels yet.
     """
 

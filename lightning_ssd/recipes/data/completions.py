@@ -39,7 +39,6 @@ class Templates:
         token; the predicted tokens are those of the completion and the end.
 
         Args:
-            record: A line of JSON.
             source: File and line, for messages.
 
         Raises:

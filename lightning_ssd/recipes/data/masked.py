@@ -47,12 +47,8 @@ class Masking:
     """Masks a share of the tokens of a row.
 
     Args:
-        row_tokens: Tokens in a row.
-        vocab_size: Ids are below it.
         mask: Id of the mask token.
         separator: Id between documents, which is not masked.
-        share: Share of tokens to choose.
-        whole_words: Chooses whole words.
     """
 
     def __init__(

@@ -71,10 +71,8 @@ class SpanCorruption:
     """Leaves random spans out of a row.
 
     Args:
-        lengths: Numbers of tokens.
         sentinels: Ids that stand for spans, (spans,).
         end: Id at the end of inputs and targets.
-        vocab_size: Ids are below it.
     """
 
     whole_words = False

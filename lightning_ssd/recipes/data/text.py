@@ -46,12 +46,7 @@ class Objective(Protocol):
 
 
 class NextToken:
-    """The row itself is the sample: for models that predict the next token.
-
-    Args:
-        row_tokens: Tokens in a row.
-        vocab_size: Ids are below it.
-    """
+    """The row itself is the sample: for models that predict the next token."""
 
     whole_words = False
 

@@ -95,10 +95,6 @@ def forward_flops_per_token(config: GPT2Config, sequence: int) -> int:
     """Returns the floating-point operations of one token's forward; its backward takes twice as many.
 
     Counts matrix products, with attention as if it were not causal: the convention of published figures.
-
-    Args:
-        config: The sizes of the model.
-        sequence: Tokens in a sequence.
     """
     blocks = config.n_layer * (12 * config.n_embd**2 + 2 * sequence * config.n_embd)
     return 2 * (blocks + config.vocab_size * config.n_embd)

@@ -147,12 +147,7 @@ class LoRACausalLM(CausalLM):
             )
 
     def save_folder(self, value: Callable[[str], Tensor], folder: Path) -> None:
-        """Writes the adapters to a folder that `PeftModel.from_pretrained` loads.
-
-        Args:
-            value: Returns the value of a parameter, by its name in this module.
-            folder: Folder to write, which is replaced.
-        """
+        """Writes the adapters to a folder that `PeftModel.from_pretrained` loads; arguments as in `CausalLM`."""
         self.check_folder(folder)
         model: Any = self.model
         trained = {name.removeprefix("model."): value(name).detach().cpu().clone() for name in self._trained_names()}

@@ -18,6 +18,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, rename_source_key
+
+from lightning_ssd.model_states import put_in_place
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +41,6 @@ class PretrainedFolder:
     Args:
         path: The folder: `config.json`, and `model.safetensors` or its shards with their index.
 
-    Attributes:
-        config: Configuration of the model.
-
     Raises:
         FileNotFoundError: If `path` is no folder, or lacks a file.
         ValueError: If the configuration is not that of a causal language model, or the weights are quantized.
@@ -51,10 +52,8 @@ class PretrainedFolder:
         self._file_of = _tensor_files(path)
 
     def bind(self, model: nn.Module) -> "InitialValues":
-        """Returns the values of the folder for the parameters of `model`, and gives its saved buffers theirs.
-
-        Args:
-            model: Model of `config`, with parameters on `meta` and tied as it will be trained.
+        """Returns the values of the folder for the parameters of `model`, which are on `meta` and tied as they will be
+        trained, and gives its saved buffers theirs.
 
         Raises:
             ValueError: If a parameter has no tensor in the folder, or one of another shape.
@@ -103,7 +102,6 @@ class PretrainedFolder:
         Args:
             model: Model that `bind` was called with. Its names are used, not its values.
             value: Returns the value of a parameter, by its name in `model`.
-            folder: Folder to write.
         """
         weights = set(self._file_of.values())
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -135,12 +133,7 @@ class PretrainedFolder:
             yield stored, next((name for name in candidates if name in known), stored)
 
     def _in_other_layout(self, model: nn.Module, missing: Iterable[str]) -> bool:
-        """Returns whether transformers 5 makes `missing` parameters from tensors of the folder with other names."""
-        try:
-            from transformers.conversion_mapping import get_model_conversion_mapping
-            from transformers.core_model_loading import WeightConverter, rename_source_key
-        except ImportError:  # earlier versions store the names of parameters
-            return False
+        """Returns whether transformers makes `missing` parameters from tensors of the folder with other names."""
         untyped: Any = model
         found: list[Any] = get_model_conversion_mapping(untyped)
         converters = [one for one in found if isinstance(one, WeightConverter)]
@@ -195,12 +188,7 @@ def save_new(model: nn.Module, value: Callable[[str], Tensor], folder: Path) -> 
 
 
 class InitialValues(Mapping[nn.Parameter, Tensor]):
-    """Values of a folder for a model's parameters, each read from its file anew at every look-up.
-
-    Args:
-        folder: Folder to read from.
-        names: Names of the folder's tensors.
-    """
+    """Values of a folder for a model's parameters, each read from its file anew at every look-up."""
 
     def __init__(self, folder: PretrainedFolder, names: dict[nn.Parameter, str]) -> None:
         self._folder = folder
@@ -260,9 +248,7 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
     try:
         yield part
         part.chmod(0o755)
-        if folder.exists():
-            shutil.rmtree(folder)
-        part.rename(folder)
+        put_in_place(part, folder)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise

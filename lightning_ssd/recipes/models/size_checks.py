@@ -58,8 +58,6 @@ def check_data(data: Any, config: Any, vocabulary: str, lengthen: str) -> None:
     """Checks that the token ids and the sequences of a data module fit a model, where it states its sizes.
 
     Args:
-        data: Data module, or None.
-        config: Configuration of the model.
         vocabulary: Key of a recipe for the size of the model's vocabulary.
         lengthen: Remedy by which the model accepts longer sequences, for the message.
 

@@ -39,13 +39,8 @@ _NO_WIDTHS = re.compile("window|chunk|kernel|position|block|batch|max|bucket|pat
 
 
 def mixes_samples(config: PretrainedConfig) -> bool | None:
-    """Returns whether a packed sample, whose positions begin at 0, has other logits than the sample alone.
-
-    Args:
-        config: Configuration of a causal language model.
-
-    Returns:
-        True or False; None: no small model of that architecture can be made.
+    """Returns whether a packed sample, whose positions begin at 0, has other logits than the sample alone; None: no
+    small model of that architecture can be made.
     """
 
     def measure(model: PreTrainedModel) -> bool:
@@ -58,13 +53,8 @@ def mixes_samples(config: PretrainedConfig) -> bool | None:
 
 
 def changes_logits(config: PretrainedConfig) -> bool | None:
-    """Returns whether the logits of a model are other ones than those that its output layer computes alone.
-
-    Args:
-        config: Configuration of a causal language model.
-
-    Returns:
-        True or False; None: no small model of that architecture can be made.
+    """Returns whether the logits of a model are other ones than those that its output layer computes alone; None: no
+    small model of that architecture can be made.
     """
 
     def measure(model: PreTrainedModel) -> bool:
