@@ -55,7 +55,7 @@ def test_a_training_takes_the_memory_that_is_counted(gpu_memory: str, offloads: 
 def test_a_training_begins_without_the_memory_of_the_model_as_the_user_made_it() -> None:
     """glibc's heap keeps the memory of freed tensors before anything that is in use; with this threshold, all of it."""
     begin = measured("1GiB", MMAP_THRESHOLD=2**25, TRIM_THRESHOLD=2**30)[0]
-    allocated = DEVICE // 4  # by Python and Lightning; the heap kept three times as much
+    allocated = DEVICE // 8  # by Python and Lightning; the heap kept six times as much
     assert begin["taken"] <= begin["counted"] + allocated, begin
 
 

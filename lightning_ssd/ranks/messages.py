@@ -38,7 +38,7 @@ class Topic(IntEnum):
     sender reads the values before no more. The receiver, the owner of the flat parameter, may change them."""
     FULL = auto()
     """The sender has no room for another gradient on its device. The content are the flat parameters whose gradients it
-    has posted, and that are not summed, with their turns; None: it waits for no room any more."""
+    has posted, and that are not summed, and those that are, with their turns; None: it waits for no room any more."""
     UNMAPPED = auto()
     """The sender has unmapped the memory of other ranks' devices, which these may free."""
     READ = auto()

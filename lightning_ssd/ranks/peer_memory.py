@@ -38,8 +38,8 @@ class PeerMemory(Uncopied):
     (`Topic.FULL`), and sends a new list when one of these is summed. It stops waiting, and its caller copies the
     gradient to host memory, if none of its slots can become free: each of their gradients is missing from the list of
     another rank that waits. If all ranks waited, and none stopped, one slot's gradient would be in all lists. That one
-    is summed, so that a rank goes on. A list may be old for a moment, after its rank has learned of a sum
-    and before this one has: a gradient that is copied to host memory then had only to wait for the message.
+    is summed, so that a rank goes on. The message has a list of summed gradients, too: this rank may learn
+    of a sum later than the sender.
 
     A rank may also be in a collective of its backward, such as that of `sync_batchnorm`, which this rank reaches later.
     No message tells that. So a rank stops waiting when nothing has changed for `PATIENCE_SECONDS`, and does not begin
@@ -84,8 +84,8 @@ class PeerMemory(Uncopied):
         """Flat parameters whose gradients this rank has posted, in slots or not, until they are summed; with turns."""
         self._summed: dict[int, int] = {}
         """Flat parameters with the turns of their last sums."""
-        self._waiting: dict[int, Mapping[int, int]] = {}
-        """Other ranks that wait, and what they have posted, as `_posted`. They wait until one of these is summed."""
+        self._waiting: dict[int, tuple[Mapping[int, int], Mapping[int, int]]] = {}
+        """`_posted` and `_summed` of other ranks that wait. They wait until one of those that they posted is summed."""
         self._changed: Future[None] = Future()
         """Done when one of the fields above changes, or a rank fails."""
         self._vain: Future[None] | None = None
@@ -155,13 +155,13 @@ class PeerMemory(Uncopied):
                 if (offset := self._slots.allocate(nbytes)) is not None:
                     self._held[number] = offset
                     return offset
-                posted, changed = dict(self._posted), self._changed
+                posted, summed, changed = dict(self._posted), dict(self._summed), self._changed
                 vain = changed is self._vain or not any(map(self._is_awaited, self._held))
                 if self._messages.failed.done() or vain:
                     break
             if told != posted:
                 told = posted
-                self._messages.post(Topic.FULL, 0, 0, posted, self._messages.others)
+                self._messages.post(Topic.FULL, 0, 0, (posted, summed), self._messages.others)
             if not wait_at_most(changed, PATIENCE_SECONDS, "gradients of other ranks"):
                 if self._vain is None:
                     log.warning(
@@ -180,8 +180,9 @@ class PeerMemory(Uncopied):
         turn = self._posted[number]
         return all(
             [
-                others.get(number, 0) >= turn or any([self._summed.get(one, 0) >= then for one, then in others.items()])
-                for others in self._waiting.values()
+                max(posted.get(number, 0), summed.get(number, 0)) >= turn
+                or any([self._summed.get(one, 0) >= then for one, then in posted.items()])
+                for posted, summed in self._waiting.values()
             ]
         )
 
@@ -199,15 +200,15 @@ class PeerMemory(Uncopied):
                 self._slots.free(offset)
         self._notify()
 
-    def _note_waiting(self, rank: int, posted: Mapping[int, int] | None) -> None:
+    def _note_waiting(self, rank: int, lists: tuple[Mapping[int, int], Mapping[int, int]] | None) -> None:
         """Notes that another rank waits, or that it waits no more although none of its gradients was summed.
 
         Runs on the thread `ranks`.
         """
         with self._lock:
             self._waiting.pop(rank, None)
-            if posted is not None:
-                self._waiting[rank] = posted
+            if lists is not None:
+                self._waiting[rank] = lists
         self._notify()
 
     def _notify(self) -> None:

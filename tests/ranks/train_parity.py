@@ -346,10 +346,10 @@ class Case:
 
 
 CASES = {
-    "adamw": Case(most_on_host=2),
+    "adamw": Case(most_on_host=0),
     "fused": Case(lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True)),
     "sgd with momentum": Case(sgd),
-    "clipped by norm": Case(trainer={"gradient_clip_val": 0.05}, most_on_host=2),
+    "clipped by norm": Case(trainer={"gradient_clip_val": 0.05}, most_on_host=0),
     "speculation": Case(module=Writes, strategy={"clip": "speculative"}, trainer={"gradient_clip_val": 0.9}),
     "clipped by value": Case(trainer={"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}),
     "accumulated": Case(trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}),
@@ -390,7 +390,7 @@ CASES = {
     "manual, gradients are kept": Case(sgd, route=lambda rank, index: [0, 1 + (rank + index) % 2], module=Keeps),
     "steps after backward": Case(strategy={"overlap": "none"}),
     "values are loaded": Case(module=Reloads),
-    "SSD": Case(strategy={"states": "ssd"}, most_on_host=2),
+    "SSD": Case(strategy={"states": "ssd"}, most_on_host=0),
     "SSD, clipped by norm": Case(strategy={"states": "ssd"}, trainer={"gradient_clip_val": 0.05}),
     "SSD, branches": Case(strategy={"states": "ssd"}, route=lambda rank, index: [0, 1 + (rank + index) % 2]),
     "SSD, values are read": Case(strategy={"states": "ssd"}, module=Looks),
