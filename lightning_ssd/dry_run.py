@@ -31,7 +31,6 @@ from lightning_ssd.model_states import (
     states_in_memory,
 )
 from lightning_ssd.planning import (
-    MIN_LEAVE_GAIN,
     FixedPlacement,
     HardwareProfile,
     ModelProfile,
@@ -39,6 +38,7 @@ from lightning_ssd.planning import (
     Plan,
     default_plan,
     default_window,
+    is_better_elsewhere,
     make_plan,
     resident_bytes,
     simulate,
@@ -234,9 +234,9 @@ def plan_as_configured(config: Any, model: ModelProfile, hardware: HardwareProfi
 
     With `states="auto"` and `offload="auto"`, offloaded model states are planned together with saved tensors, as the
     default's planner moves them, and so are states on the GPU if they leave too little room. Otherwise they are in the
-    tiers of `configured_tiers`. With `offload="auto"` saved
-    tensors are kept if all fit, and planned otherwise. With `"none"` they are kept. With `"ssdtrain"`, or an amount,
-    they are offloaded up to the bytes that the link transfers during a forward.
+    tiers of `configured_tiers`. With `offload="auto"` saved tensors are kept if all fit, and planned otherwise. With
+    `"none"` they are kept. With `"ssdtrain"`, or an amount, they are offloaded up to the bytes that the link transfers
+    during a forward.
     """
     amount = strategy_argument(config, "offload") or "auto"
     fixed = fixed_states(config, model, hardware)
@@ -254,9 +254,8 @@ def plan_as_configured(config: Any, model: ModelProfile, hardware: HardwareProfi
         plan = make_plan(model, hardware, fixed=placement)
         if movable:
             other = make_plan(model, hardware)
-            present, moved = simulate(model, hardware, plan), simulate(model, hardware, other)
-            faster = moved.step_seconds <= (1 - MIN_LEAVE_GAIN) * present.step_seconds
-            return other if faster or present.excess_bytes(hardware) else plan
+            present, elsewhere = (simulate(model, hardware, one) for one in (plan, other))
+            return other if is_better_elsewhere(hardware, present, elsewhere, resident=True) else plan
     return plan
 
 

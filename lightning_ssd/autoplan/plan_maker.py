@@ -10,7 +10,7 @@ from lightning_ssd.activations import ActivationOffloader
 from lightning_ssd.autoplan.plan_runner import PlanRunner
 from lightning_ssd.device import usable_gpu_memory
 from lightning_ssd.planning import (
-    MIN_LEAVE_GAIN,
+    MIN_MOVE_GAIN,
     FixedPlacement,
     HardwareProfile,
     ModelProfile,
@@ -19,7 +19,9 @@ from lightning_ssd.planning import (
     checkpoint_all,
     default_plan,
     default_window,
+    is_better_elsewhere,
     make_plan,
+    most_seconds_elsewhere,
     offload_inputs,
     plan_for_least_memory,
     shrink_plan,
@@ -37,11 +39,6 @@ RESERVE_STEP = 0.04
 
 MAX_RESERVE = 0.2
 """Largest reserve / GPU limit."""
-
-MIN_MOVE_GAIN = 0.02
-"""Share of a step that another placement of model states must save to be worth a move. With 10 %, states of GPT-2 XL
-stayed in host memory in 20 GiB (H200), for 0.690 s a step in place of 0.492 s on another host: if the CPU is measured
-while other programs are idle, a move seems to save less than it does later."""
 
 LESS = 0.01
 """Share of its GPU memory by which the plan after one that did not fit, and has run out of memory, needs less."""
@@ -189,9 +186,7 @@ class PlanMaker:
         """Returns a plan that places model states otherwise and fits, if it should be applied.
 
         A plan of a paper's planner should be applied if states are offloaded, because the paper's rule for activations
-        assumes its placement of model states. A holistic plan should be applied if it is faster than the present one by
-        `MIN_MOVE_GAIN` or `MIN_LEAVE_GAIN`, or if the present one does not fit. If all states are on the GPU, where no
-        plan fits, it need not fit either: their memory is freed.
+        assumes its placement of model states. A holistic plan should be applied as `is_better_elsewhere` says.
 
         Args:
             runner: runner with the profiles.
@@ -200,18 +195,16 @@ class PlanMaker:
         if self.options.plan is not None or self.options.least:
             return None
         prediction = simulate(runner.profile, runner.hardware, present)
-        excess = prediction.excess_bytes(runner.hardware)
         holistic = self.options.planner == "holistic"
         tiers = {*runner.placement.weights, *runner.placement.states}
         resident = tiers == {"gpu"}
         if resident and not holistic:
             return None
-        gain = MIN_LEAVE_GAIN if resident else MIN_MOVE_GAIN
-        most_seconds = inf if excess else (1 - gain) * prediction.step_seconds
+        most_seconds = most_seconds_elsewhere(runner.hardware, prediction, resident=resident)
         model = runner.profile
         if holistic and model.micro_batches * (model.forward_seconds + model.backward_seconds) > most_seconds:
             return None  # no plan is faster, and the search takes long
-        if holistic and not excess and not resident and "ssd" not in tiers:
+        if holistic and most_seconds < inf and not resident and "ssd" not in tiers:
             # Only moves to the device could be faster, by at most the share of the states that moves. They have
             # most room if all units are checkpointed. The search takes as long as that for the present plan: half of
             # the longest step after the first.
@@ -224,13 +217,10 @@ class PlanMaker:
         # The training will step as it does now, and the present plan is predicted so.
         plan = make_plan(runner.profile, runner.hardware, self.options.planner, None, runner.placement.clip)
         better = simulate(runner.profile, runner.hardware, plan)
-        still = better.excess_bytes(runner.hardware)
-        if still and still >= (excess if resident else 0):
-            return None
         if not holistic:
             same = runner.placement.apply(runner.profile, plan).units == plan.units
-            return None if same else plan
-        return plan if better.step_seconds <= most_seconds else None
+            return None if same or better.excess_bytes(runner.hardware) else plan
+        return plan if is_better_elsewhere(runner.hardware, prediction, better, resident=resident) else None
 
     def make_smaller(self, runner: PlanRunner, plan: Plan, failed: Prediction) -> Plan | None:
         """Returns a plan for steps after one that has run out of memory; `None`: none needs less memory.

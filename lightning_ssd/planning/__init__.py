@@ -8,6 +8,7 @@ The modules, by subject, in the order in which they are best read:
 - planners: `planners` (by name), `holistic` (the default), `shrunk` (its plans for smaller micro-batches),
   `few_launches`, `saved_groups` (helpers); `papers` with `ssdtrain`, `fuyou`, `lohan` and `phase`; `unit_lifetimes`
   (Teraio's rule for units) with `teraio` (its algorithm), `io_timeline` and `migration`.
+- moves: `state_moves` (whether another placement of model states is worth it).
 - reports: `report`, `endurance`.
 """
 
@@ -36,7 +37,7 @@ from lightning_ssd.planning.model import (
     unit_call_name,
 )
 from lightning_ssd.planning.plan import PartPlan, Plan, UnitPlan
-from lightning_ssd.planning.planners import MIN_LEAVE_GAIN, PLANNERS, make_plan, plan_for_least_memory
+from lightning_ssd.planning.planners import PLANNERS, make_plan, plan_for_least_memory
 from lightning_ssd.planning.report import (
     largest_samples,
     largest_transient,
@@ -51,6 +52,7 @@ from lightning_ssd.planning.saved_groups import FixedPlacement, default_plan, de
 from lightning_ssd.planning.shrunk import shrink_plan
 from lightning_ssd.planning.simulator import Prediction, simulate
 from lightning_ssd.planning.ssdtrain import TierSpeed, offload_amounts
+from lightning_ssd.planning.state_moves import MIN_MOVE_GAIN, is_better_elsewhere, most_seconds_elsewhere
 from lightning_ssd.planning.teraio import plan_in_longer_step
 from lightning_ssd.planning.validation import (
     as_list,

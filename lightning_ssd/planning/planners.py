@@ -21,13 +21,6 @@ SLACK = 0.02
 """Share of a step's time that a plan for less memory may add, with and without `CAUTION`: the host's speed varies
 during a training, and matters more for plans that keep fewer tensors on the GPU."""
 
-MIN_LEAVE_GAIN = 1 / 3
-"""Share of a step that another placement of model states must save if all states are on the GPU now, and there is a
-plan with which they may stay there. Other moves must save less. Times of states in host memory are predicted from a
-profile without any: a step predicted at 0.158 s took 0.222 s (BERT with 0.94B parameters, H100), and staying was
-predicted at 0.171 s. With a quarter, a BERT-large that checkpoints its layers itself would leave 20 GiB for a step
-predicted at 0.226 s, in place of one at 0.302 s, of which 0.09 s are those of `remap_seconds`."""
-
 CLOSE_BYTES = 0.01
 """Relative precision of GPU bytes at which the search for the least memory ends."""
 

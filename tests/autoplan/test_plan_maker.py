@@ -9,8 +9,28 @@ import torch
 
 from lightning_ssd.autoplan import PlanCycle, plan_maker
 from lightning_ssd.autoplan.plan_maker import PlanMaker, PlanOptions
-from lightning_ssd.planning import FixedPlacement, make_plan, simulate
+from lightning_ssd.planning import FixedPlacement, HardwareProfile, ModelProfile, Plan, make_plan, simulate
+from lightning_ssd.types import Tier
 from tests.support.profiles import GB, H100, make_model
+
+
+def look_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, model: ModelProfile, machine: HardwareProfile, tier: Tier
+) -> tuple[Plan, list[Plan], Plan | None]:
+    """Returns the plan with all states in a tier, the plans that a search elsewhere has found, and its result."""
+    tiers = (tier,) * len(model.parts)
+    fixed = FixedPlacement(tiers, tiers)
+    present = make_plan(model, machine, fixed=fixed)
+    runner: Any = SimpleNamespace(profile=model, hardware=machine, placement=fixed)
+    found: list[Plan] = []
+
+    def make(*given: Any) -> Plan:
+        found.append(make_plan(*given))
+        return found[-1]
+
+    monkeypatch.setattr(plan_maker, "make_plan", make)
+    elsewhere = PlanMaker(PlanOptions(), machine, torch.device("cpu")).make_elsewhere(runner, present)
+    return present, found, elsewhere
 
 
 @pytest.mark.parametrize(
@@ -24,13 +44,7 @@ def test_states_are_not_moved_to_a_device_without_room_for_saved_tensors(
     model = make_model(24, saved=GB, inputs=GB // 10, parameters=GB // 20, forward=0.003)
     model = replace(model, largest_tensor_bytes=largest)
     machine = replace(H100, gpu_bytes=gpu_bytes, cpu_step_rate=cpu_step_rate)
-    fixed = FixedPlacement(("host",) * 24, ("host",) * 24)
-    present = make_plan(model, machine, fixed=fixed)
-    runner: Any = SimpleNamespace(profile=model, hardware=machine, placement=fixed)
-    found = []
-    monkeypatch.setattr(plan_maker, "make_plan", lambda *given: found.append(make_plan(*given)) or found[-1])
-    maker = PlanMaker(PlanOptions(), machine, torch.device("cpu"))
-    elsewhere = maker.make_elsewhere(runner, present)
+    present, found, elsewhere = look_elsewhere(monkeypatch, model, machine, "host")
     assert not simulate(model, machine, present).excess_bytes(machine)
     assert len(found) == searches
     assert elsewhere is (found[0] if moved else None)
@@ -123,12 +137,7 @@ def test_states_leave_the_device_where_no_plan_fits_or_for_a_large_gain(
         units = zip(model.units, kept, strict=True)
         model = replace(model, units=tuple(replace(unit, operators=operators) for unit, operators in units))
     machine = replace(H100, gpu_bytes=gpu_bytes, cpu_step_rate=cpu_step_rate)
-    fixed = FixedPlacement(("gpu",) * 24, ("gpu",) * 24)
-    present = make_plan(model, machine, fixed=fixed)
-    runner: Any = SimpleNamespace(profile=model, hardware=machine, placement=fixed)
-    found = []
-    monkeypatch.setattr(plan_maker, "make_plan", lambda *given: found.append(make_plan(*given)) or found[-1])
-    elsewhere = PlanMaker(PlanOptions(), machine, torch.device("cpu")).make_elsewhere(runner, present)
+    present, found, elsewhere = look_elsewhere(monkeypatch, model, machine, "gpu")
     assert (len(found), elsewhere is not None) == (searches, moves)
     if elsewhere is not None:
         before, after = (simulate(model, machine, plan) for plan in (present, elsewhere))

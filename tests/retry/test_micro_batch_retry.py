@@ -31,7 +31,7 @@ from lightning_ssd import PrefetchScheduler, SSDOffloadStrategy
 from lightning_ssd.autoplan import auto_plan, plan_maker
 from lightning_ssd.callbacks import AutoPlanner
 from lightning_ssd.model_states.optimizers import user_optimizers
-from lightning_ssd.planning import HardwareProfile, ModelProfile, PartPlan, Plan, make_plan, simulate
+from lightning_ssd.planning import HardwareProfile, ModelProfile, PartPlan, Plan, make_plan, simulate, state_moves
 from lightning_ssd.retry.step_state import COPIED, UNRECORDED
 from lightning_ssd.run import setup
 from tests.support.compare import assert_same
@@ -706,7 +706,7 @@ def test_plans_move_model_states_from_the_device_where_no_plan_fits_beside_them(
     how: dict[str, Any], limit: Meter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They begin on the device, and where plans fit, there are no offloaded states."""
-    monkeypatch.setattr(plan_maker, "MIN_LEAVE_GAIN", 1.0)  # times are measured ones
+    monkeypatch.setattr(state_moves, "MIN_LEAVE_GAIN", 1.0)  # times are measured ones
     states: list[Any] = []
 
     class Look(pl.Callback):
@@ -720,7 +720,7 @@ def test_plans_move_model_states_from_the_device_where_no_plan_fits_beside_them(
 
 
 def test_model_states_are_moved_once_a_plan_beside_them_has_run_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_maker, "MIN_LEAVE_GAIN", 1.0)  # times are measured ones
+    monkeypatch.setattr(state_moves, "MIN_LEAVE_GAIN", 1.0)  # times are measured ones
     offloaded = Offloaded()
     limit = Meter(3500, 3490)  # a plan needs 3,400 bytes, and after the failure has 4 % less than the limit
     run = train_by_default(limit, LimitedMemory(fails_at=[(15, 30)]), states="auto", callbacks=[offloaded], batches=18)
