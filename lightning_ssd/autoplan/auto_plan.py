@@ -69,14 +69,14 @@ class AutoPlan(Uncopied):
     Attributes:
         outcome: the decision; `"measuring"` before there is one.
         cycle: the plan and its life; `None`: there is none.
-        spare_bytes: bytes of the device that the present micro-batch and its step do not need; 0: it may run out.
     """
 
     def __init__(self, training: Training) -> None:
         self.outcome: Outcome = "measuring"
-        self.spare_bytes = 0
         self.cycle: PlanCycle | None = None
         self._training = training
+        kind = training.offloader.device.type
+        self._device = "GPU" if kind == "cuda" else kind.upper()
         self._obstacle: str | None = None
         """Reason why this training can't be planned; `None`: none was found."""
         self._cuda_graphs = False
@@ -153,6 +153,16 @@ class AutoPlan(Uncopied):
         return self._known is not None and self._proven[self._rule] < PROVEN
 
     @property
+    def spare_bytes(self) -> int:
+        """Bytes of the device that the present micro-batch and its step do not need; 0 while it may run out."""
+        if self._known is None or self.may_run_out:
+            return 0
+        meter = self._known.limit.meter
+        # The allocator may hold more bytes in fragments than the limit leaves for them.
+        free = min(int(meter.limit()) - self._most_allocated, meter.unreserved())
+        return max(0, free - FRAGMENTS)
+
+    @property
     def begins_rule(self) -> bool:
         """Whether the present micro-batch is one of the very first under its rule: most that run out of memory are."""
         return self._known is not None and self._proven[self._rule] < FIRST_MICRO_BATCHES
@@ -191,10 +201,6 @@ class AutoPlan(Uncopied):
         self._rule = self.outcome, None if self.cycle is None else self.cycle.rule
         if larger:
             self._proven[self._rule] = 0
-        meter = self._known.limit.meter
-        # Fragments of what was allocated may be larger than the limit assumes.
-        free = min(int(meter.limit()) - self._most_allocated, meter.unreserved()) - FRAGMENTS
-        self.spare_bytes = 0 if self.may_run_out else max(0, free)
 
     def begin_backward(self, loss: Tensor) -> None:
         """Called before each backward."""
@@ -518,11 +524,6 @@ class AutoPlan(Uncopied):
         offloader.run(replace(offloader.policy, placement=placement, mode=None, hooks_enabled=True))
 
     # ---- helpers ----
-
-    @property
-    def _device(self) -> str:
-        kind = self._training.offloader.device.type
-        return "GPU" if kind == "cuda" else kind.upper()
 
     def _states_are_movable(self) -> bool:
         """Returns whether model states are offloaded, and may be moved to other tiers."""

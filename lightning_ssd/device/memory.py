@@ -93,7 +93,10 @@ def usable_gpu_memory(device: torch.device) -> int:
     This is `GPU_USABLE` of `process_gpu_memory`, or less if that would leave less than `FRAGMENTS`. Every "auto" budget
     of GPU memory is this number or a share of it.
     """
-    nbytes = process_gpu_memory(device)
+    return _usable(process_gpu_memory(device))
+
+
+def _usable(nbytes: int) -> int:
     return max(0, min(int(GPU_USABLE * nbytes), nbytes - FRAGMENTS))
 
 
@@ -139,8 +142,8 @@ class CUDAMemory:
     def __init__(self, device: torch.device, *, evictable: Mapping[torch.device, int] = MappingProxyType({})) -> None:
         self._device = device
         self._evictable = evictable
-        self._limit = usable_gpu_memory(device)  # asks the driver, which takes longer than the allocator
-        self._most_reserved = process_gpu_memory(device)
+        self._most_reserved = process_gpu_memory(device)  # asks the driver, which takes longer than the allocator
+        self._limit = _usable(self._most_reserved)
 
     def limit(self) -> float:
         """Returns `usable_gpu_memory` as it was when this object was made."""

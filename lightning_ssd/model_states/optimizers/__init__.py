@@ -16,10 +16,11 @@ The modules, in the order in which they are best read:
 """
 
 from lightning_ssd.model_states.optimizers.adam_c import begin_loading_kernel
-from lightning_ssd.model_states.optimizers.adam_cuda import cuda_step, has_cuda_step
+from lightning_ssd.model_states.optimizers.adam_cuda import AdamValues, cuda_step, has_cuda_step
 from lightning_ssd.model_states.optimizers.group_options import GroupOptions
 from lightning_ssd.model_states.optimizers.optimizer_state import check_state, guard_state, resident_states
 from lightning_ssd.model_states.optimizers.optimizers import (
+    ADAM_MOMENTS,
     AdamOptimizer,
     ElementwiseOptimizer,
     FlatOptimizer,

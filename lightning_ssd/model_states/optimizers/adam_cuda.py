@@ -12,6 +12,9 @@ from lightning_ssd.model_states.optimizers.adam_c import KernelSettings
 
 log = logging.getLogger(__name__)
 
+AdamValues = tuple[Tensor, Tensor, Tensor]
+"""Master weights and both moments, fp32."""
+
 _NUMBERS = ("scale", "decay", "lerp", "beta2", "one_minus_beta2", "correction", "eps", "step_size", "decoupled")
 """The fields of `KernelSettings` that a step needs, in the order of the kernel's parameters."""
 
@@ -33,18 +36,17 @@ void adam(T g, T p, T m, T v, T scale, T decay, T lerp, T beta2, T one_minus_bet
 """
 
 
-def cuda_step(
-    gradient: Tensor, masters: Tensor, moments: tuple[Tensor, Tensor], settings: KernelSettings
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns master weights and both moments after a step, with the bits of adam.c.
+def cuda_step(gradient: Tensor, values: AdamValues, settings: KernelSettings) -> AdamValues:
+    """Returns the values after a step, with the bits of adam.c.
 
     Args:
-        gradient: fp32, on a CUDA device, as all others.
+        gradient: fp32, on a CUDA device.
+        values: those before the step, on the same device.
         settings: as `settings_of` returns them for torch's fused implementation.
     """
     numbers = {name: float(getattr(settings, name)) for name in _NUMBERS}
-    new_masters, first, second = _kernel()(gradient, masters, *moments, **numbers)
-    return new_masters, first, second
+    masters, first, second = _kernel()(gradient, *values, **numbers)
+    return masters, first, second
 
 
 @functools.cache
@@ -64,22 +66,23 @@ def has_cuda_step(device: torch.device) -> bool:
     for decoupled in (True, False):
         options = CHECKED_OPTIONS | {"fused": True, "foreach": False, "decoupled_weight_decay": decoupled}
         # Dtypes are explicit, because the training thread may have changed the default.
-        host = list(torch.zeros(3, numel, dtype=torch.float32).unbind())
-        host[0].normal_(generator=generator)
-        ours = [values.to(device) for values in host]
+        host = torch.zeros(3, numel, dtype=torch.float32)
+        masters, first, second = host.unbind()
+        masters.normal_(generator=generator)
+        ours: AdamValues = masters.to(device), first.to(device), second.to(device)
         for step in (1, 2, 3):
             gradient = torch.randn(numel, generator=generator, dtype=torch.float32)
             gradient[::7] *= 1e-30  # whose squares are no normal numbers
             settings = settings_of(options, "fused", step, 0.37)
             assert settings is not None
             try:
-                ours = list(cuda_step(gradient.to(device), ours[0], (ours[1], ours[2]), settings))
+                ours = cuda_step(gradient.to(device), ours, settings)
             except RuntimeError as error:  # of the compiler
                 log.info("optimizer states stay in host memory: torch compiles no kernel for them: %s", error)
                 return False
-            arrays = (host[0], *host, host[0], *host, gradient)
-            make_calls([kernel.call("adam_fp32", items, arrays, settings)])
-        if not all(torch.equal(one.cpu(), other) for one, other in zip(ours, host, strict=True)):
+            version = masters, masters, first, second  # whose compute weights are the master weights
+            make_calls([kernel.call("adam_fp32", items, (*version, *version, gradient), settings)])
+        if not torch.equal(torch.stack(ours).cpu(), host):
             log.info("optimizer states stay in host memory: the device steps them with other roundings than the CPU")
             return False
     return True

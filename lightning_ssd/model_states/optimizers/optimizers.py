@@ -290,13 +290,14 @@ class ElementwiseOptimizer(FlatOptimizer):
         return {"step": torch.tensor(float(step), dtype=torch.float32)}
 
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Names of the moments, in the order in which kernels take them."""
 
 
 class AdamOptimizer(ElementwiseOptimizer):
     """`torch.optim.Adam` and `AdamW`: in one pass by our own kernel (adam.c), where that gives torch's bits."""
 
-    _needed = ("step", *_MOMENTS)
+    _needed = ("step", *ADAM_MOMENTS)
 
     def __init__(self, flat: FlatParameter, *, compiled: bool = True) -> None:
         super().__init__(flat)
@@ -305,7 +306,7 @@ class AdamOptimizer(ElementwiseOptimizer):
         """The kernel's work list for the parameters of the last step, usually all parameters."""
 
     def state_names(self, options: Options) -> tuple[str, ...]:
-        return (*_MOMENTS, "max_exp_avg_sq") if options["amsgrad"] else _MOMENTS
+        return (*ADAM_MOMENTS, "max_exp_avg_sq") if options["amsgrad"] else ADAM_MOMENTS
 
     def _begin_spans(
         self, given: StepInput, staged: StagedState, spans: Sequence[ElementSpan], steps: int, half: StepHalf
@@ -364,7 +365,7 @@ class AdamOptimizer(ElementwiseOptimizer):
         """Returns a flat's arrays in the order of the functions in adam.c."""
         master = staged.low if staged.low is not None else staged.master
         assert master is not None
-        return staged.weights, master, *map(staged.states.__getitem__, _MOMENTS)
+        return staged.weights, master, *map(staged.states.__getitem__, ADAM_MOMENTS)
 
     def _function(self, staged: StagedState, gradient: torch.dtype) -> str | None:
         """Returns the name of the function in adam.c for these dtypes."""
@@ -391,13 +392,13 @@ class AdamOptimizer(ElementwiseOptimizer):
         settings = settings_of(options, "fused", steps + 1, 1.0)
         if settings is None:
             raise RuntimeError(self.refuse_rounded_moments(options))
-        stepped = rounded_step(weights, gradient, [values.decode(name) for name in _MOMENTS], settings)
+        stepped = rounded_step(weights, gradient, [values.decode(name) for name in ADAM_MOMENTS], settings)
         if values.moments == "8bit":
-            for name, new in zip(_MOMENTS, stepped, strict=True):
+            for name, new in zip(ADAM_MOMENTS, stepped, strict=True):
                 values.encode(name, new)
             return
         random = random_bits(span.first, span.numel, step_keys(span.random_key, steps + 1), weights.device)
-        for name, new, bits in zip(_MOMENTS, stepped, (random & 0xFFFF, random >> 16), strict=True):
+        for name, new, bits in zip(ADAM_MOMENTS, stepped, (random & 0xFFFF, random >> 16), strict=True):
             values.states[name].copy_(round_stochastically(new, bits))
 
     @staticmethod

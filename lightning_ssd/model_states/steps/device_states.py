@@ -7,12 +7,13 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lightning_ssd.device import CopyEngine, count_evictable
 from lightning_ssd.futures import Future, all_of, finished
 from lightning_ssd.model_states.optimizers import (
+    ADAM_MOMENTS,
     AdamOptimizer,
+    AdamValues,
     FlatOptimizer,
     RankMean,
     StepInput,
@@ -26,20 +27,18 @@ from lightning_ssd.model_states.stores import StagedState, StateStore
 from lightning_ssd.model_states.units import FlatParameter
 from lightning_ssd.waits import wait_for
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
 
 @dataclass(eq=False)
 class _Part:
-    """Values of some elements of a flat parameter on the device, fp32.
+    """Values of some elements of a flat parameter on the device.
 
     Attributes:
         start: number of the first element.
-        values: master weights and both moments. A step replaces the tensors.
+        values: the values. A step replaces the tensors.
     """
 
     start: int
-    values: tuple[Tensor, Tensor, Tensor]
+    values: AdamValues
 
 
 class DeviceStates:
@@ -168,7 +167,7 @@ class DeviceStates:
         if not on_cuda:
             ((masters, *moments),) = [part.values for part in parts]
             own = masters if weights.dtype == torch.float32 else weights
-            staged = StagedState(own, masters, None, dict(zip(MOMENTS, moments, strict=True)))
+            staged = StagedState(own, masters, None, dict(zip(ADAM_MOMENTS, moments, strict=True)))
             do_together([StepWork(flat.name, optimizer.begin_step(given, staged), 0.0)])
             if own is masters:
                 weights.copy_(own)
@@ -176,10 +175,9 @@ class DeviceStates:
         rounded = written.view(flat.dtype)
         sizes = read.element_size(), rounded.element_size()
         for part in parts:
-            masters, *moments = part.values
-            numel = masters.numel()
+            numel = part.values[0].numel()
             self._copies.copy(read.data_ptr(), mean.data_ptr() + part.start * sizes[0], numel * sizes[0])
-            part.values = cuda_step(read[:numel], masters, (moments[0], moments[1]), settings)
+            part.values = cuda_step(read[:numel], part.values, settings)
             rounded[:numel].copy_(part.values[0])
             self._copies.copy(weights.data_ptr() + part.start * sizes[1], rounded.data_ptr(), numel * sizes[1])
         self._sums.end()
@@ -221,10 +219,10 @@ class DeviceStates:
         return self._stores[flat].buffers.stage_in_place(step=True).result()
 
 
-def _arrays(staged: StagedState) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns master weights and both moments in host memory."""
+def _arrays(staged: StagedState) -> AdamValues:
+    """Returns the values in host memory."""
     assert staged.master is not None
-    first, second = [staged.states[name] for name in MOMENTS]
+    first, second = [staged.states[name] for name in ADAM_MOMENTS]
     return staged.master, first, second
 
 
