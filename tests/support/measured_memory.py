@@ -1,6 +1,6 @@
 """A program that trains on the CPU, and prints the host memory before and after each step, counted and measured.
 
-It prints JSON. Its argument is `gpu_memory` of `SwapPlanner`.
+It prints JSON. Its arguments are `gpu_memory` of `SwapPlanner` and the number of blocks, of 8 MiB of weights each.
 """
 
 import gc
@@ -22,7 +22,6 @@ from tests.support.trainings import quiet
 
 WIDTH = 512
 ROWS = 256
-DEPTH = 8
 STEPS = 24
 
 
@@ -89,8 +88,10 @@ def main() -> None:
     fit("auto", 1, 2)  # what torch and Lightning take in any training
     trim_heap()
     memory = Memory(proportional_set_size())
-    strategy = SSDOffloadStrategy(states="host", tier="host", host_memory="480MiB", gpu_memory="16MiB", min_bytes=2**16)
-    fit(strategy, DEPTH, STEPS, callbacks=[memory, SwapPlanner(gpu_memory=sys.argv[1], warm_up=1, steps=1)])
+    gpu_memory, depth = sys.argv[1], int(sys.argv[2])
+    limits: dict[str, Any] = {"host_memory": depth * 60 * 2**20, "gpu_memory": "16MiB", "min_bytes": 2**16}
+    strategy = SSDOffloadStrategy(states="host", tier="host", **limits)
+    fit(strategy, depth, STEPS, callbacks=[memory, SwapPlanner(gpu_memory=gpu_memory, warm_up=1, steps=1)])
     print(json.dumps(memory.rows))
 
 
