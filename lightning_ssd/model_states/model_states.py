@@ -624,6 +624,11 @@ class ModelStates(Uncopied):
         return self._masters.by_param
 
     @property
+    def weight_wait_seconds(self) -> float:
+        """Seconds for which the host has waited in forwards and backwards until copies of weights were issued."""
+        return self._prefetcher.wait_seconds
+
+    @property
     def gradient_bytes(self) -> int:
         """Most bytes of the device for gradients that the devices of several ranks sum."""
         return 0 if self._rank_steps is None else self._rank_steps.device_bytes

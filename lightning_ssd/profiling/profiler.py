@@ -330,6 +330,8 @@ class Profiler(Uncopied):
     def _begin_launches(self, unit_call: UnitCall | None) -> None:
         """Ends the launch time of the present call, and begins that of `unit_call`; None: of a backward."""
         now = perf_counter() - self._offloader.offload_seconds
+        if self._states is not None:
+            now -= self._states.weight_wait_seconds
         if self._launching is not None:
             before, begun = self._launching
             if unit_call == before:  # the first unit, whose time includes the operations before it
@@ -448,7 +450,7 @@ class Profiler(Uncopied):
             if issued < LAUNCH_QUEUE:
                 per_operation.append(seconds[unit_call] / count)
             issued += count
-        # In a call with more time per operation than the first calls, the host waited for weights or the launch queue.
+        # In a call with more time per operation than the first calls, the host waited for room in the launch queue.
         usual = statistics.median(per_operation) if per_operation else 0.0
         return {unit_call: min(seconds[unit_call], usual * counts[unit_call]) for unit_call in seconds}
 

@@ -25,6 +25,7 @@ from lightning_ssd.model_states import find_units
 from lightning_ssd.model_states.optimizers import step_work
 from lightning_ssd.model_states.steps import step
 from lightning_ssd.model_states.units import units
+from lightning_ssd.model_states.weights import prefetcher
 from lightning_ssd.planning import (
     HardwareProfile,
     HostOverhead,
@@ -400,7 +401,8 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made, launches = Clock(), itertools.count()
     monkeypatch.setattr(clock, "perf_counter", made.perf_counter)
     monkeypatch.setattr(profiler, "perf_counter", lambda: 0.01 * next(launches))
-    monkeypatch.setattr(offloader, "perf_counter", lambda: 0.0)
+    for module in (offloader, prefetcher):
+        monkeypatch.setattr(module, "perf_counter", lambda: 0.0)
     for module in ("profiler", "machine"):
         monkeypatch.setattr(f"lightning_ssd.profiling.{module}.measure_host_overhead", lambda device: HostOverhead())
     return made
@@ -542,6 +544,26 @@ def test_the_launch_time_of_a_forward_does_not_include_offloading(monkeypatch: p
         monkeypatch.setattr(module, "perf_counter", made.perf_counter)
     first = planner()
     train(SSDOffloadStrategy(**BOTH | {"host_memory": 0}), callbacks=[first], steps=8, recorded=False)
+    assert 0 < sum(item.launch_seconds for unit in first.cycle.runner.profile.units for item in unit.operators) < 1.0
+    assert made.now > 10.0
+
+
+def test_the_launch_time_of_a_forward_does_not_include_waits_for_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each wait takes a second, as where the CPU steps weights after a backward, and forwards need them."""
+    made = Clock()
+    wait_for = prefetcher.wait_for
+
+    def slow(future: Any, work: str) -> Any:
+        made.now += 1.0
+        return wait_for(future, work)
+
+    monkeypatch.setattr(prefetcher, "wait_for", slow)
+    for module in (prefetcher, profiler):
+        monkeypatch.setattr(module, "perf_counter", made.perf_counter)
+    first = planner()
+    train(
+        SSDOffloadStrategy(**BOTH | {"states": "host", "gpu_memory": "1B"}), callbacks=[first], steps=8, recorded=False
+    )
     assert 0 < sum(item.launch_seconds for unit in first.cycle.runner.profile.units for item in unit.operators) < 1.0
     assert made.now > 10.0
 

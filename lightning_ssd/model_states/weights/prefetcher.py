@@ -17,6 +17,7 @@ which the compute stream waits for before a use; then to the running operations,
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -42,6 +43,10 @@ class ParamPrefetcher:
         unstage: unstages values that are staged for user code; called before those of a flat parameter are.
         pull: copies user code's writes to memory that it shares with a flat parameter; called before its use.
         overlap: argument of the strategy, for messages.
+
+    Attributes:
+        wait_seconds: seconds for which the host has waited, in uses, until copies of weights were issued: for steps of
+            the CPU, for reads, and for the copies before.
     """
 
     def __init__(
@@ -64,6 +69,7 @@ class ParamPrefetcher:
         self._unstage = unstage
         self._pull = pull
         self._overlap = overlap
+        self.wait_seconds = 0.0
         self._process = forks.process
         self._thread = threading.get_ident()
         self._loads: dict[FlatParameter, _Load] = {}
@@ -332,7 +338,9 @@ class ParamPrefetcher:
         for flat in self._units[unit]:
             load = self._loads.get(flat)
             if load is not None and not load.waited:  # seldom: each saved weight that backward unpacks asks for it
+                begun = perf_counter()
                 load.wait()
+                self.wait_seconds += perf_counter() - begun
 
     def _lookahead(self) -> list[int]:
         """Returns the last used unit and the next ones that fit into the budget, in the order of their use."""
