@@ -120,6 +120,7 @@ class ModelStates(Uncopied):
     which make them whole on the CPU or return them. All objects of `offloaded` are owned.
 
     Attributes:
+        masters: master weights of resident 16-bit parameters.
         records: records of `recover=True`.
         decision: the scale of each step.
         device_states: optimizer states of several ranks on this one's device; None: there are none.
@@ -162,6 +163,7 @@ class ModelStates(Uncopied):
         self.shares_gradients = setup.shares_gradients
         self._copies = copies = offloaded.copies
         self._masters = masters
+        self.masters: Mapping[nn.Parameter, nn.Parameter] = masters.by_param
         self._pool = pool
         self._flat_of = {
             item.parameter: (flat, index) for flat in self.stores for index, item in enumerate(flat.param_views)
@@ -617,11 +619,6 @@ class ModelStates(Uncopied):
     def parameters(self) -> set[nn.Parameter]:
         """The offloaded parameters."""
         return set(self._flat_of)
-
-    @property
-    def masters(self) -> Mapping[nn.Parameter, nn.Parameter]:
-        """Master weights of resident 16-bit parameters."""
-        return self._masters.by_param
 
     @property
     def weight_wait_seconds(self) -> float:
