@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, InvalidStateError
+from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -23,7 +24,7 @@ class Future(Generic[T]):
     its result or error from then on. Neither changes any more: they are read without the lock.
     """
 
-    __slots__ = ("__weakref__", "_begun", "_callbacks", "_done", "_error", "_lock", "_result")
+    __slots__ = ("__weakref__", "_begun", "_callbacks", "_done", "_error", "_lock", "_result", "_traceback")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -32,6 +33,8 @@ class Future(Generic[T]):
         self._begun = False
         self._done = False
         self._error: BaseException | None = None
+        self._traceback: TracebackType | None = None
+        """That of the error as it was given. Without it, each raise would add frames to those of the raises before."""
         self._result: Any = None
 
     def done(self) -> bool:
@@ -61,7 +64,7 @@ class Future(Generic[T]):
             raise TimeoutError
         if self._error is not None:
             try:
-                raise self._error
+                raise self._error.with_traceback(self._traceback)
             finally:
                 del self  # the error's traceback refers to this frame
         result: T = self._result
@@ -113,7 +116,9 @@ class Future(Generic[T]):
                 return False
             if self._done:
                 raise InvalidStateError("a future is completed twice")
-            self._result, self._error, self._done = result, error, True
+            self._result, self._error = result, error
+            self._traceback = None if error is None else error.__traceback__
+            self._done = True
             callbacks, self._callbacks = self._callbacks, []
         if callbacks:
             self._run(callbacks)
@@ -168,8 +173,11 @@ def then(first: "Future[Any]", make: "Callable[[Any], Future[T]]") -> "Future[T]
     result: Future[T] = Future()
 
     def go(future: "Future[Any]") -> None:
+        if future._error is not None:
+            result.set_exception(future._error)
+            return
         try:
-            make(future.result()).add_done_callback(lambda made: pass_on(made, result))
+            make(future._result).add_done_callback(lambda made: pass_on(made, result))
         except BaseException as error:
             result.set_exception(error)
 

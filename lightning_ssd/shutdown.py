@@ -19,6 +19,7 @@ class Shutdown:
 
     def __init__(self, failure: BaseException | None = None) -> None:
         self._before = failure
+        self._traceback = None if failure is None else failure.__traceback__
         self.failure = failure
 
     def run(self, step: Callable[..., object], *arguments: Any, **options: Any) -> None:
@@ -36,6 +37,11 @@ class Shutdown:
             log.warning("another error at the end of training: %s", error)
 
     def raise_failure(self) -> None:
-        """Raises the first error of the steps, unless there was an error before, which is raised elsewhere."""
-        if self.failure is not None and self._before is None:
+        """Raises the first error of the steps, unless there was an error before, which is raised elsewhere.
+
+        Steps may have raised that error, too, such as that of a rank: its traceback is again that of the training.
+        """
+        if self._before is not None:
+            self._before.__traceback__ = self._traceback
+        elif self.failure is not None:
             raise self.failure

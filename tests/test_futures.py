@@ -55,6 +55,20 @@ def test_the_function_that_makes_the_second_future_may_fail() -> None:
     assert isinstance(then(finished(None), fail).exception(), ValueError)
 
 
+def test_a_chain_of_failed_futures_and_many_raises_add_no_frames_to_an_error() -> None:
+    first: Future[None] = Future()
+    last = first
+    for _ in range(10):
+        last = then(last, lambda _: finished(None))
+    first.set_exception(ValueError("lost"))
+    lengths = set()
+    for _ in range(3):
+        with pytest.raises(ValueError, match="lost") as raised:
+            last.result()
+        lengths.add(len(raised.traceback))
+    assert lengths == {2}
+
+
 @pytest.mark.parametrize("how", ["result", "error"])
 def test_ended_futures_do_not_refer_to_combined_ones(how: str) -> None:
     """Steps wait for futures that are used in the callbacks of others: memory would be kept by such cycles."""

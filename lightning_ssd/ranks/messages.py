@@ -1,5 +1,6 @@
 """Messages between the ranks of one host, futures of messages that are expected, and the end of a rank."""
 
+import contextlib
 import os
 import pickle
 import selectors
@@ -178,8 +179,10 @@ class RankMessages(Uncopied):
         """
 
         def end(future: "Future[Any]") -> None:
+            if (failure := future.exception()) is not None:
+                self.fail(failure)
+                return
             try:
-                future.result()
                 self.post(topic, number, turn, content(), to)
             except BaseException as error:
                 self.fail(error)
@@ -328,19 +331,20 @@ class RankMessages(Uncopied):
 
     def _receive(self, rank: int) -> bool:
         """Receives one message of a rank. Returns False if no more of its messages can be received."""
+        received = None
         try:
-            key, content = pickle.loads(self._connections[rank].recv_bytes())
-        except (EOFError, OSError):  # the rank has ended, maybe with messages unread, or while it sent one
-            if rank not in self._ended:
-                self._fail_all(
-                    RankError(
-                        f"{self._name(rank)} has died, such as by a signal or for lack of memory. See its own output"
-                    )
-                )
-            return False
+            # The rank may have ended, maybe with messages unread, or while it sent one.
+            with contextlib.suppress(EOFError, OSError):
+                received = pickle.loads(self._connections[rank].recv_bytes())
         except Exception as error:  # such as for lack of memory; the thread would end, and waits for messages would not
             self.fail(error)
             return False
+        if received is None:
+            if rank not in self._ended:
+                died = f"{self._name(rank)} has died, such as by a signal or for lack of memory. See its own output"
+                self._fail_all(RankError(died))
+            return False
+        key, content = received
         self._received += 1
         if key[0] == Topic.FAILURE:
             self._fail_all(RankError(f"{self._name(rank)} has failed: {content}"))

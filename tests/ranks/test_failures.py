@@ -39,6 +39,8 @@ def test_the_end_of_a_rank_ends_the_other_with_its_cause(name: str) -> None:
     status, output = launch("failures.py", arguments=[name])[rank]
     assert status != 0
     assert re.search(error, output), output
+    shown = re.findall(r'futures.py", line \d+, in result', output)  # all flat parameters fail with the same error
+    assert len(shown) <= 1 and "During handling" not in output, output
 
 
 def test_a_process_ends_after_a_failure_although_nobody_reads_its_output() -> None:
