@@ -132,7 +132,7 @@ class SSDOffloadStrategy(DataParallelStrategy):
         staging_memory: most bytes of pinned memory through which activations are transferred to and from the SSDs. If
             `host_memory` is given, it is a part of that, and an eighth of it at most.
         backend: `"posix"` (O_DIRECT through pinned memory), `"kvikio"` (GPUDirect Storage), or `"auto"`: kvikio if
-            GPUDirect Storage is available and `checksum=False`, else posix. The log names the backend and the reason.
+            GPUDirect Storage is available and `checksum=False`, else posix. A log record of level INFO has the reason.
             GPUDirect Storage transfers saved tensors and prefetched weights; all others are staged in host memory.
         checksum: hash written bytes and compare the hashes at reads, on the I/O threads: a flipped bit or a lost write
             raises an error before the value is used. Transfers pass through host memory then. `False`: no comparison,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from lightning_ssd.activations import ActivationOffloader, OffloadConfig, SSDTierBase
+from lightning_ssd.activations import SMALLEST_TIER, ActivationOffloader, OffloadConfig, SSDTierBase
 from lightning_ssd.device import process_ram
 from lightning_ssd.host_memory import host_memory_of
 from lightning_ssd.model_states import ModelStates, TensorLocation
@@ -43,7 +43,8 @@ def describe_activations(
     if not offloader.tiers:
         if config.amount() == "none":
             return f"activations: on the {device} (`offload='none'`)"
-        return f"activations: on the {device}, because model states use all of `host_memory`"
+        least = format_bytes(SMALLEST_TIER)
+        return f"activations: on the {device}, because model states leave less than {least} of `host_memory`"
     if not _offloads(offloader, config, decided_by):
         return f"activations: on the {device}, whose memory is the host's (`offload='auto'`)"
     tiers = [f"{_TIERS[name]} (up to {format_bytes(tier.capacity)})" for name, tier in offloader.tiers.items()]
@@ -130,8 +131,8 @@ def describe_totals(
     if states is not None:
         memory = host_memory_of(states, offloader)
         totals.append(f"host memory {format_bytes(memory.total)}")
-        if seconds := states.nbytes.host_limit - states.nbytes.host:
-            totals.append(f"{format_bytes(memory.total + seconds)} while few steps are clipped")
+        if second_bytes := states.nbytes.host_limit - states.nbytes.host:
+            totals.append(f"{format_bytes(memory.total + second_bytes)} while few steps are clipped")
         if memory.limit > memory.total:
             limits.append(f"host memory {format_bytes(memory.limit)}")
         others = max(0, process_ram() - memory.total)

@@ -44,7 +44,7 @@ ARGUMENTS = sorted(set(inspect.signature(SSDOffloadStrategy).parameters) - LIGHT
 
 TEXTS = ["", " ", "50%", "150%", "-5%", "all", "10G", "10GB", "10GiB", "24", "0.5", "1.5", "8 GiB", "s3://a"]
 NUMBERS = [True, False, 0, 1, 2, 50, 2**20, 2**40, 2**70, -1, 10**5000]
-OTHERS = [None, b"x", 1j, object(), torch.tensor(1), {"a": 1}]
+OTHERS = [None, b"x", 1j, object(), torch.tensor(1), {"find_unused": True}, {"find_unused_parameters": True}]
 PATHS = [Path("/nvme0"), Path(""), ["/nvme0", "/nvme1"], [], [""], [5], ["a", None], ("Block",)]
 VALUES = some.one_of(
     some.sampled_from(sorted({word for words in WORDS.values() for word in words})),
@@ -64,6 +64,7 @@ def test_the_tables_name_every_argument() -> None:
 @settings(max_examples=30, deadline=None)
 @given(VALUES)
 @example("~no-user")
+@example({"find_unused": True})
 @pytest.mark.parametrize("argument", ARGUMENTS)
 def test_a_value_has_a_meaning_or_is_refused(argument: str, value: Any) -> None:
     for owner in (SSDOffloadStrategy, ActivationOffload):
@@ -96,7 +97,7 @@ def _has_a_meaning(made: Any, argument: str, value: Any) -> bool:
     if argument in FLAGS:
         return isinstance(value, bool)
     if argument == "ddp":
-        return value is None or all(isinstance(name, str) for name in dict(value))
+        return value is None or dict(value).keys() <= {"find_unused_parameters"}
     if argument == "units":
         return value is None or (not isinstance(value, str) and all(isinstance(name, str) and name for name in value))
     if argument == "path":

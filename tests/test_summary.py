@@ -144,8 +144,8 @@ class Coupled(torch.optim.Adagrad):
         ({"tier": "host", "host_memory": "64MiB"}, r"or more to host memory \(up to 64.00 MiB\), ", {"host"}),
         ({"host_memory": "64MiB"}, r"to host memory \(up to 48.00 MiB\), then to SSD \(up to ", {"host", "ssd"}),
         (
-            {"tier": "host", "states": "host", "host_memory": "1MiB"},
-            "activations: on the CPU, because model states use all of `host_memory`",
+            {"tier": "host", "states": "host", "host_memory": "1MiB", "offload": "auto"},
+            "activations: on the CPU, because model states leave less than 32.00 MiB of `host_memory`",
             set(),
         ),
     ],
@@ -158,6 +158,15 @@ def test_activations(tmp_path: Path, lines: list[str], arguments: dict[str, Any]
     assert set(watch.bytes_out) == moves
     assert any(watch.bytes_out.values()) == (bool(moves) and arguments.get("offload") != "auto")
     assert (f" TB a day to {tmp_path} (posix)" in line) == ("ssd" in moves and arguments.get("offload") != "auto")
+
+
+@pytest.mark.parametrize("offload", [1.0, "ssdtrain", "1MiB"])
+def test_offload_without_memory_for_a_tier_is_refused(tmp_path: Path, offload: Any) -> None:
+    strategy = offloading(states="host", host_memory="1MiB", offload=offload)
+    with pytest.raises(
+        ValueError, match=r"`offload=.*` finds no memory .* which is 1.00 MiB, model states take .* KiB"
+    ):
+        make_trainer(tmp_path, strategy).fit(SmallModel(), batches(2))
 
 
 def test_the_summary_is_logged_once_a_fit(tmp_path: Path, lines: list[str]) -> None:

@@ -31,7 +31,13 @@ from lightning_ssd.activations.compiled_code import (
     records_cuda_graphs,
     wrap_function,
 )
-from lightning_ssd.activations.config import HOST_MEMORY, OffloadConfig, make_auto_placement, make_offloader
+from lightning_ssd.activations.config import (
+    HOST_MEMORY,
+    SMALLEST_TIER,
+    OffloadConfig,
+    make_auto_placement,
+    make_offloader,
+)
 from lightning_ssd.activations.decide import is_activation
 from lightning_ssd.activations.graph import (
     COMPILED_OPERATOR,

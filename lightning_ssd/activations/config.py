@@ -124,6 +124,9 @@ class OffloadConfig:
 
         `host_memory` is that of the host tier alone, without `staging_memory`. A tier that would be too small is left
         out; without tiers, no activations are offloaded.
+
+        Raises:
+            ValueError: there is room for no tier, and `offload` says what is to be offloaded.
         """
         config = self
         if config.host_memory != "auto" and (budget := parse_bytes(config.host_memory, "host_memory")):
@@ -142,6 +145,13 @@ class OffloadConfig:
             else:
                 config = replace(config, ssd_capacity=left)
         if config.tier == "host" and config.host_memory == 0:
+            if self.amount() not in ("auto", "none"):
+                budget = parse_bytes(self.host_memory, "host_memory")
+                raise ValueError(
+                    f"`offload={self.offload!r}` finds no memory for activations: of `host_memory`, which is "
+                    f"{format_bytes(budget)}, model states take {format_bytes(host_bytes)}, and a tier needs "
+                    f"{format_bytes(SMALLEST_TIER)}. Give more, or set `offload='none'`."
+                )
             config = replace(config, offload="none")
         return config
 

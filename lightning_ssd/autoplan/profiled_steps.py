@@ -136,7 +136,7 @@ class ProfiledSteps(Uncopied):
 
         Args:
             ends_step: whether it was the last one of its step.
-            short: whether that step had fewer micro-batches than others.
+            short: whether that step had fewer micro-batches than others. A profile has times of micro-batches alone.
         """
         self.profiler.end_recording()  # the batch may have had no backward
         # With manual optimization, a backward without `manual_backward` is not seen.

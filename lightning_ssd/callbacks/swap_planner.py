@@ -42,8 +42,9 @@ class SwapPlanner(StepProfiling):
 
     Steps are timed on the device's clock, without a wait of the host. The loggers get `SwapPlanner/...`:
     `predicted_step_s` and `measured_step_s`, `predicted_device_bytes` and `measured_device_bytes`,
-    `predicted_host_bytes` and `measured_host_bytes`, `swap_coefficient`. The log has the plan and the resource that
-    bounds the step, and at the end of training hardware that would make it faster.
+    `predicted_host_bytes` and `measured_host_bytes`, `swap_coefficient`. The log has a summary of the plan and the
+    resource that bounds the step. Records of level INFO (`logging.basicConfig(level="INFO")`) have the choices for all
+    units, and at the end of training hardware that would make a step faster.
 
     With `states="auto"` and no `gpu_memory` of the strategy, offloaded weights and optimizer states are moved, between
     two steps, to the tiers that make a step shorter, or to those of a paper's plan: GPU, host memory or SSDs, unit by

@@ -55,12 +55,14 @@ class WearLine:
         self.logged = True
         directories = paths()
         drives = read_wears(directories)
-        line, years = describe_wear(bytes_per_day(nbytes, seconds), drives, len(directories), self._endurance)
+        count = len({path.stat().st_dev for path in directories})
+        line, years = describe_wear(bytes_per_day(nbytes, seconds), drives, count, self._endurance)
         if years >= 1 or ended:  # a training of a few steps wears nothing out
             pl.utilities.rank_zero_info(line)
         else:
             pl.utilities.rank_zero_warn(
-                f'{line}. Less is written with more `host_memory`, or nothing with strategy="cpu_offload".'
+                f"{line}. Model states that `states` leaves in host memory, and activations with `tier='host'`, are "
+                "not written."
             )
 
 
@@ -71,6 +73,7 @@ def describe_wear(
 
     Args:
         drives: counters of those drives that have some, each once.
+        count: number of drives.
         endurance: as of `WearLine`.
     """
     parts = [f"OffloadMonitor: SSDs get {per_day / 1e12:.3g} TB a day"]
@@ -82,5 +85,6 @@ def describe_wear(
     rated = ASSUMED_ENDURANCE * count if endurance is None else endurance
     years = lifetime_seconds(max(0.0, rated - used), per_day, DAY) / YEAR
     assumed = " (give yours by `OffloadMonitor(endurance=)`)" if endurance is None else ""
-    parts.append(f"at this rate, drives rated for {rated / 1e12:.3g} TB{assumed} last {years:.2g} years")
+    last = f"{years:.2g} years" if years >= 1 else f"{round(years * YEAR / DAY)} days"
+    parts.append(f"at this rate, drives rated for {rated / 1e12:.0f} TB{assumed} last {last}")
     return "; ".join(parts), years

@@ -25,7 +25,7 @@ def load_c_library(source: Path, fallback: str) -> ctypes.CDLL | None:
     """
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        log.info("no C compiler (cc): %s", fallback)
+        log.warning("no C compiler (cc): %s. Install gcc or clang", fallback)
         return None
     try:
         return ctypes.CDLL(str(compile_library(source, compiler)))

@@ -279,7 +279,7 @@ def assemble(
     if setup.shares_gradients and memory_plan.ssd and memory_plan.gradients:
         pool = GradientPool(memory_plan.gradients, pin=offloaded.copies.device.type == "cuda")
         undo.callback(pool.close)
-    if setup.lazy_seconds:
+    if setup.later_versions:
         for store in offloaded.stores.values():
             store.buffers.spare = spare
     worker = Worker("cpu-optimizer", do_together)
@@ -424,7 +424,7 @@ def _plan(
         shared=setup.shares_gradients,
         summed=setup.sums_gradients,
         tiers=tiers,
-        lazy_seconds=setup.lazy_seconds,
+        later_versions=setup.later_versions,
         ranks=setup.world_size // setup.num_nodes,
         means=setup.num_nodes > 1 or peers is not None,
         copies=peers is None,

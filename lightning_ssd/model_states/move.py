@@ -247,7 +247,7 @@ def _plan_memory(target: Sequence[Sequence[TieredSpec]], budget: int | None, set
         shared=setup.shares_gradients,
         summed=setup.sums_gradients,
         tiers=tiers,
-        lazy_seconds=setup.lazy_seconds,
+        later_versions=setup.later_versions,
     )
 
 

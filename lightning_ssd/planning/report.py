@@ -245,7 +245,7 @@ def _best_improvement(
 
 def render_summary(model: ModelProfile, hardware: HardwareProfile, plan: Plan, prediction: Prediction) -> str:
     """Returns a plan and its prediction in two lines. Unlike a report it takes little time: no other plans are made."""
-    placed, coefficient = _bytes_by_tier(model, plan)
+    placed, _ = _bytes_by_tier(model, plan)
     shares = {
         "kept": sum(row.gpu for row in placed[-2:]),
         "to host memory": sum(row.host for row in placed[-2:]),
@@ -260,7 +260,7 @@ def render_summary(model: ModelProfile, hardware: HardwareProfile, plan: Plan, p
         _peak(prediction.host_peak_bytes, hardware.host_bytes, "host memory"),
     )
     return (
-        f"saved tensors of a micro-batch: {where or 'none is large'} (swap coefficient {coefficient:.2f}).\n"
+        f"saved tensors of a micro-batch: {where or 'none is large'}.\n"
         f"  A step should take {format_seconds(prediction.step_seconds)}, bound by {prediction.bound}; "
         f"{', '.join(peaks)}."
     )

@@ -1,6 +1,7 @@
 """`DataParallelStrategy`: one process for each of several devices, with Lightning's launchers and torch's DDP."""
 
 import contextlib
+import inspect
 import itertools
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -238,9 +239,19 @@ def _checked(ddp: Mapping[str, Any] | None) -> dict[str, Any]:
         raise TypeError(f"{show_argument('ddp', ddp)} is no dictionary of arguments. {legal}")
     reserved = {
         "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin", "start_method",
+        "module",
     }  # fmt: skip
     if named := sorted(reserved & ddp.keys()):
         raise ValueError(
             f"{show_argument('ddp', ddp)} has {', '.join(named)}, which the strategy or the Trainer determines. {legal}"
+        )
+    known = {
+        name
+        for taker in (pl.strategies.DDPStrategy, nn.parallel.DistributedDataParallel)
+        for name in inspect.signature(taker).parameters
+    }
+    if unknown := sorted(ddp.keys() - known):
+        raise ValueError(
+            f"{show_argument('ddp', ddp)} has {', '.join(unknown)}, which torch's DDP does not take. {legal}"
         )
     return dict(ddp)

@@ -285,7 +285,7 @@ class RunStates(Uncopied, StatesOwner):
         if states is not None and states.nbytes.ssd and config.states == "auto" and not config.recover:
             smaller = describe_smaller_formats([store.layout for store in states.stores.values()])
             if smaller is not None:
-                lines.append(f"host memory is short: optimizer states that are rounded save {smaller}")
+                lines.append(f"host memory is short: rounded moments would save {smaller}")
         return join_lines(name, lines)
 
     # ---- steps ----

@@ -34,7 +34,7 @@ class MemoryPlan:
         gradients: bytes of memory that gradients are copied to.
         host: bytes of host memory in all, gradients and their sums included.
         ssd: bytes on SSDs, in whole pages.
-        seconds: bytes of second versions in host memory that `host` does not count.
+        later: bytes of second versions in host memory that `host` does not count.
     """
 
     weights: Sequence[OffloadTierName]
@@ -44,7 +44,7 @@ class MemoryPlan:
     gradients: int
     host: int
     ssd: int
-    seconds: int
+    later: int
 
     def log(self) -> None:
         """Logs the bytes of each tier."""
@@ -63,7 +63,7 @@ def plan_memory(
     shared: bool,
     summed: bool = False,
     tiers: Sequence[tuple[OffloadTierName, OffloadTierName]] | None = None,
-    lazy_seconds: bool = False,
+    later_versions: bool = False,
     ranks: int = 1,
     means: bool = False,
     copies: bool = True,
@@ -82,7 +82,7 @@ def plan_memory(
             backward that waits for memory waits for steps, and these wait for the drives anyway.
         summed: whether gradients of several micro-batches are summed, in memory beside that which they are copied to.
         tiers: tiers of the compute weights and the other values of each flat parameter, if a plan has them.
-        lazy_seconds: whether second versions of flat parameters that are in host memory as a whole are not planned,
+        later_versions: whether second versions of flat parameters that are in host memory as a whole are not planned,
             but allocated from the remaining memory when steps need them.
         ranks: ranks that share the memory, in which each of them has gradients and staging memory of its own.
         weights_in_memory: whether with "ssd" compute weights are in host memory within `budget`: of those on SSDs, each
@@ -95,7 +95,14 @@ def plan_memory(
     """
     everything: list[OffloadTierName] = ["host"] * len(layouts)
     make_plan = partial(
-        _plan, layouts, shared=shared, summed=summed, lazy_seconds=lazy_seconds, ranks=ranks, means=means, copies=copies
+        _plan,
+        layouts,
+        shared=shared,
+        summed=summed,
+        later_versions=later_versions,
+        ranks=ranks,
+        means=means,
+        copies=copies,
     )
     all_host = make_plan(everything, everything)
     if tiers is not None:
@@ -131,7 +138,7 @@ def plan_memory(
             f"{format_bytes(plan.host)} of it, gradients and staging memory included. Raise it"
             + remedy
             + (" Steps of one micro-batch need no sums of gradients, 4 bytes a parameter." if summed else "")
-            + (f" Optimizer states that are rounded save {smaller}." if smaller is not None else "")
+            + (f" Rounded moments would save {smaller}." if smaller is not None else "")
         )
     return plan
 
@@ -148,7 +155,7 @@ def describe_smaller_formats(layouts: Sequence[Layout]) -> str | None:
     if not all(saved):
         return None
     by_name = zip(moments, saved, strict=True)
-    return " and ".join(f"`state_format='{name}'` {format_bytes(nbytes)}" for name, nbytes in by_name)
+    return ", ".join(f"{format_bytes(nbytes)} by `state_format='{name}'`" for name, nbytes in by_name)
 
 
 def _plan(
@@ -158,20 +165,20 @@ def _plan(
     *,
     shared: bool,
     summed: bool,
-    lazy_seconds: bool,
+    later_versions: bool,
     ranks: int,
     means: bool,
     copies: bool,
 ) -> MemoryPlan:
     param_staging: list[int] = []
     staging: list[int] = []
-    host = ssd = seconds = 0
+    host = ssd = later = 0
     for layout, of_weights, of_opt_state in zip(layouts, weights, opt_state, strict=True):
         staged = 0
         versions = layout.versions
-        if versions == 2 and lazy_seconds and of_weights == of_opt_state == "host":
+        if versions == 2 and later_versions and of_weights == of_opt_state == "host":
             versions = 1
-            seconds += layout.flat.nbytes + layout.opt_state_bytes
+            later += layout.flat.nbytes + layout.opt_state_bytes
         for tier, nbytes in ((of_weights, layout.flat.nbytes), (of_opt_state, layout.opt_state_bytes)):
             if tier == "host":
                 host += versions * nbytes
@@ -188,4 +195,4 @@ def _plan(
         host += ranks * sum(layout.summed_gradient_bytes for layout in layouts)
     elif means:
         host += sum(layout.summed_gradient_bytes for layout in layouts)
-    return MemoryPlan(weights, opt_state, for_params, for_staging, gradients, host, ssd, seconds)
+    return MemoryPlan(weights, opt_state, for_params, for_staging, gradients, host, ssd, later)

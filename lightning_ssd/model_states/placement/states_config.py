@@ -215,7 +215,7 @@ class Setup:
         return self.config.states
 
     @property
-    def lazy_seconds(self) -> bool:
+    def later_versions(self) -> bool:
         """As in `plan_memory`: with "auto", steps that are not speculated need no second version."""
         return self.config.clip == "auto"
 
@@ -226,7 +226,7 @@ class Setup:
             budget: result of `host_budget` before the plan's memory was allocated.
         """
         return SpareMemory(
-            max(0, min(memory_plan.seconds, (usable_memory() if budget is None else budget) - memory_plan.host))
+            max(0, min(memory_plan.later, (usable_memory() if budget is None else budget) - memory_plan.host))
         )
 
     def host_budget(self) -> int | None:
