@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
+from lightning_ssd.model_states.optimizers import ADAM_MOMENTS
 from lightning_ssd.model_states.stores import Layout, MomentFormat
 from lightning_ssd.shared_gradients import shared_gradient_bytes
 from lightning_ssd.sizes import format_bytes
@@ -14,9 +15,6 @@ from lightning_ssd.storage import align_up
 from lightning_ssd.types import OffloadTierName
 
 log = logging.getLogger(__name__)
-
-ADAM_STATES = {"exp_avg", "exp_avg_sq"}
-"""Optimizer states that can be rounded."""
 
 AHEAD = 3
 """Flat parameters that staging memory holds at once: one is read, one is used, one is written."""
@@ -145,7 +143,7 @@ def plan_memory(
 
 def describe_smaller_formats(layouts: Sequence[Layout]) -> str | None:
     """Returns the host memory that other values of `state_format` save, for a log line; None: they save none."""
-    if any(layout.moments != "fp32" or not set(layout.state_names) <= ADAM_STATES for layout in layouts):
+    if any(layout.moments != "fp32" or not {*layout.state_names} <= {*ADAM_MOMENTS} for layout in layouts):
         return None
     moments: Sequence[MomentFormat] = ("bf16", "8bit")
     saved = [
