@@ -127,7 +127,7 @@ def describe_totals(
     if states is not None and states.gradient_bytes:
         totals.append(f"{name} {format_bytes(states.gradient_bytes)} for gradients")
     if resident:
-        totals.append(f"{name} {format_bytes(resident)} for model states")
+        totals.append(f"{name} about {format_bytes(resident)} for model states")
     if states is not None:
         memory = host_memory_of(states, offloader)
         totals.append(f"host memory {format_bytes(memory.total)}")

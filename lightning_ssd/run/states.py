@@ -20,7 +20,7 @@ from lightning_ssd.activations import (
     mark_weights,
 )
 from lightning_ssd.autoplan import MicroBatchPlanner, StatesOwner
-from lightning_ssd.device import share_cores
+from lightning_ssd.device import available_memory, share_cores
 from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.locations import present_locations
 from lightning_ssd.model_states import (
@@ -52,7 +52,7 @@ from lightning_ssd.run.data_parallel import DataParallelStrategy
 from lightning_ssd.run.precision import autocast_dtype
 from lightning_ssd.run.setup import check_several_hosts, is_fitting, make_setup, planned_tiers
 from lightning_ssd.shutdown import Shutdown
-from lightning_ssd.sizes import format_bytes, parse_bytes
+from lightning_ssd.sizes import format_bytes, parse_bytes, show_argument
 from lightning_ssd.summary import describe_activations, describe_resident, describe_states, describe_totals, join_lines
 from lightning_ssd.uncopied import Uncopied
 
@@ -135,6 +135,12 @@ class RunStates(Uncopied, StatesOwner):
         root = trainer.default_root_dir
         self._default_path = root if "://" in root else os.path.abspath(root)
         self._storage = self._config.resolve(self._default_path, self._processes)
+        budget, free = self._storage.host_memory, available_memory()
+        if budget != "auto" and parse_bytes(budget, "host_memory") > free:
+            pl.utilities.rank_zero_warn(
+                f"{show_argument('host_memory', budget)} is more than the {format_bytes(free)} of host memory that are "
+                "free: the system may kill the process when it takes them. Give less."
+            )
         self._fitting = is_fitting(trainer)
         self.offloads = self._choose_offloads()
         if self.offloads:
