@@ -190,7 +190,7 @@ class AutoPlan(Uncopied):
         if self.cycle is not None:
             self.cycle.checkpointed = {} if self._checkpoints is None else self._checkpoints.modules
             self.cycle.begin_micro_batch(batch)
-        self._limited = self.cycle is None or self.cycle.keeps_excess
+        self._limited = self.cycle is None or self.cycle.keeps_fitting
         if self._limited:
             self._apply_limit(self._known)
             if self.cycle is not None and self.cycle.phase == "checking":
@@ -394,7 +394,7 @@ class AutoPlan(Uncopied):
             options,
             meter,
             logs_metrics=False,
-            keeps_excess=True,
+            keeps_fitting=True,
             recompilation=self._recompilation,
         )
         self.cycle.recordable = self._batches

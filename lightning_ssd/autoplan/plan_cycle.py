@@ -77,7 +77,7 @@ class PlanCycle(ProfiledSteps):
         options: the user's arguments.
         meter: the device's allocator; `None`: its memory is not limited.
         logs_metrics: whether comparisons are passed to the user's loggers.
-        keeps_excess: whether micro-batches up to the checked one follow the placement that is in force, which keeps
+        keeps_fitting: whether micro-batches up to the checked one follow the placement that is in force, which keeps
             the saved tensors that have room. Otherwise they offload all.
         recompilation: decides whether code is compiled again in place of a first plan. If so, the caller closes this
             object. `None`: code is not compiled again.
@@ -86,7 +86,7 @@ class PlanCycle(ProfiledSteps):
         runner: runs the steps under plans, once the training was profiled; also readable after the training.
         calibrating: whether the calibration plan is in force, whose steps are timed for the profile.
         comparison: the last comparison of a plan's prediction with measured steps.
-        keeps_excess: the argument, until a micro-batch was checked or has run out of memory.
+        keeps_fitting: the argument, until a micro-batch was checked or has run out of memory.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class PlanCycle(ProfiledSteps):
         meter: AllocatorMeter | None,
         *,
         logs_metrics: bool,
-        keeps_excess: bool = False,
+        keeps_fitting: bool = False,
         recompilation: Recompilation | None = None,
     ) -> None:
         super().__init__(training, options.warm_up, options.steps, self._plan_profile)
@@ -113,8 +113,8 @@ class PlanCycle(ProfiledSteps):
             training.offloader, training.state_format if may_offload else None
         )
         self._maker = PlanMaker(options, machine, training.offloader.device)
-        self.keeps_excess = keeps_excess
-        if not keeps_excess:
+        self.keeps_fitting = keeps_fitting
+        if not keeps_fitting:
             offload_all(training.offloader)
         self._states_moved = False
         """Whether model states were moved in this training: once, and back if the device lacks memory then, or again if
@@ -189,10 +189,10 @@ class PlanCycle(ProfiledSteps):
         self._saved_before = self.training.offloader.stats().saved
         if begins and self._meter is not None and self.training.states is None:
             self._level = self._meter.allocated()  # prefetched weights make it differ from step to step
-        if self.phase in ("waiting", "recording") and not self.keeps_excess:
+        if self.phase in ("waiting", "recording") and not self.keeps_fitting:
             offload_all(self.training.offloader)
         super().begin_micro_batch(batch)
-        self.keeps_excess = self.keeps_excess and self.phase in ("waiting", "recording", "checking")
+        self.keeps_fitting = self.keeps_fitting and self.phase in ("waiting", "recording", "checking")
         if self.phase == "recording":
             self._recorded.record(shape)
             self._allocated = self._level
@@ -207,7 +207,7 @@ class PlanCycle(ProfiledSteps):
     def run_out(self) -> None:
         """Called when the present micro-batch has run out of memory: a profile that it is a part of begins anew."""
         self._recorded.discard()
-        self.keeps_excess = False
+        self.keeps_fitting = False
         if self.phase == "recording" and self._had_backward:
             self.profiler.end_recording()  # by the graph of the forward, units can be checkpointed
         if self.calibrating and self.runner is not None:

@@ -250,7 +250,7 @@ class Gradient:
         self.on_device.clear()
         self.states = states
 
-    def accumulate(self) -> list[bool]:
+    def begin_accumulation(self) -> list[bool]:
         """A job accumulates the gradients in `host_grad`, where all are now.
 
         Returns:

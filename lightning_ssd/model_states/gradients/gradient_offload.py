@@ -324,7 +324,7 @@ class GradientOffloader:
         self.backward.note_added(flat)
         gradient = self._gradients[flat]
         self.offload(flat)
-        arrived = gradient.accumulate()
+        arrived = gradient.begin_accumulation()
         norms = self.norms.to_sum(flat)
 
         def run() -> None:  # on the worker's thread
