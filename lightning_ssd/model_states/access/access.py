@@ -24,7 +24,6 @@ and `grad` refuse others.
 import contextlib
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -81,7 +80,6 @@ class Access:
         grad_dtype: sums gradients of 16-bit weights in fp32.
         grads: reads and assigns their gradients.
         begin_change: called before weights of a flat parameter change; raises RuntimeError if they may not.
-        add_grad: adds a gradient in fp32.
         watched: called when user code registers a hook that may read gradients.
     """
 
@@ -94,15 +92,14 @@ class Access:
         grads: GradientAccess,
         *,
         begin_change: Callable[[FlatParameter], None],
-        add_grad: Callable[[FlatParameter, int, Tensor], None],
         watched: Callable[[], None],
     ) -> None:
         self.prefetcher = prefetcher
         self.staged = staged
         self.grad_dtype = grad_dtype
         self.begin_change = begin_change
+        self.add_grad = grads.add
         self._grads = grads
-        self.add_grad = add_grad
         self._watched = watched
         self._versions: dict[FlatParameter, list[int]] = {}
         """Version counters of the parameters whose compute weights a running forward has, before it."""
@@ -119,10 +116,10 @@ class Access:
                 item.parameter.__class__ = OffloadedParameter
                 assert isinstance(item.parameter, OffloadedParameter)
                 item.parameter.flat = flat
-                earlier = vars(item.parameter).get("source")
-                item.parameter.source = Weights(self, flat, index)
-                if earlier is not None:  # the states were moved
-                    earlier.replace(item.parameter.source)
+                if (source := vars(item.parameter).get("source")) is None:
+                    item.parameter.source = Weights(self, flat, index)
+                else:  # the states were moved
+                    source.move(self, flat, index)
                 item.parameter.used = 0
         self.grad_dtype.open()
 
@@ -146,8 +143,6 @@ class Access:
                 shared with a weight.
         """
         offloaded = [parameter for parameter in parameters if isinstance(parameter, OffloadedParameter)]
-        for flat in {parameter.flat: None for parameter in offloaded}:
-            self.staged.pull(flat)
         versions = [internals.version_of(parameter) for parameter in offloaded]
         for parameter in offloaded:
             if parameter.flat.mixed and torch.is_grad_enabled():
@@ -251,7 +246,7 @@ class Access:
         found = offloaded_in(args, kwargs)
         if all([isinstance(tensor, OffloadedParameter) and tensor.flat.summoned for tensor in found.values()]):
             if func is torch.autograd.grad:
-                self._check_graph(args[0] if args else kwargs.get("outputs"))
+                self._check_graph(args[0])
             return func(*args, **kwargs)
         self.prefetcher.check_caller()
         if internals.compile_context() is not None:
@@ -268,7 +263,7 @@ class Access:
         if isinstance(first, OffloadedView) and _is_kept(func, first, args[1:], kwargs):
             return first
         if func is Tensor.detach_ and isinstance(first, OffloadedView) and first.graph.freed:
-            first.source.note_graph(first, exists=False)
+            first.graph.freed = False
             return first
         if isinstance(first, OffloadedTensor):
             parameter = first if isinstance(first, OffloadedParameter) else None
@@ -310,12 +305,23 @@ class Access:
     def _differentiate(
         self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], found: Collection[OffloadedTensor]
     ) -> Any:
-        """Runs `torch.autograd.grad` or `backward`, which was called with the tensors `found`."""
+        """Runs `torch.autograd.grad` or `backward`, which was called with the tensors `found`.
+
+        Raises:
+            RuntimeError: autograd can't follow a tensor, or torch has no `Tensor.grad_dtype`, by which `grad` returns
+                gradients of 16-bit weights in fp32.
+        """
         for tensor in found:
-            if isinstance(tensor, OffloadedView) and tensor.graph.freed:
-                raise not_followed(tensor.source.name)
-        if func is torch.autograd.grad:
-            self._use_full_precision(found)
+            if isinstance(tensor, OffloadedView):
+                if tensor.graph.freed:
+                    raise not_followed(tensor.source.name)
+            elif func is torch.autograd.grad and tensor.flat.mixed and not _weights(tensor).whole:
+                if not self.grad_dtype.sum_in_fp32(tensor):
+                    raise RuntimeError(
+                        f"`torch.autograd.grad` with respect to {tensor.source.name}, which is offloaded and has 16 "
+                        "bits on the device, would return a gradient of 16 bits. Call `backward` and read `.grad`, set "
+                        "`states='gpu'`, or use torch 2.10 or later."
+                    )
         with references_saved():
             return differentiate(func, args, kwargs)
 
@@ -342,7 +348,9 @@ class Access:
         if writes and kind is Kind.MATMUL:
             kind = Kind.WRITE  # autocast casts nothing for `out`
         if kind is Kind.MATMUL and computing:
-            self._note_repeated((*args, *kwargs.values()))
+            for arg in (*args, *kwargs.values()):  # autocast casts a weight twice that it is given twice
+                if type(arg) is OffloadedParameter and arg.requires_grad and _rounds(arg, kind):
+                    self.grad_dtype.note_use(arg)
         statistics = offloaded_in(running_statistics(func, args, kwargs))
         with self._values(found, statistics.values(), computing=computing, kind=kind) as values, references_saved():
             given, named = substitute(args, values), substitute(kwargs, values)
@@ -379,7 +387,7 @@ class Access:
                         "offloaded, or to a view of it, and autograd can't follow that. Write to its `.data`, or "
                         "within `torch.no_grad()`."
                     )
-                tensor.source.note_graph(tensor, exists=True)  # `.data`, or a gradient, whose graph no parameter has
+                tensor.graph.freed = True  # `.data`, or a gradient, whose graph no parameter has
             return self.wrap(result, values, found)
 
     def _store(self, found: Mapping[int, OffloadedTensor], changed: Iterable[int], statistics: Iterable[int]) -> None:
@@ -430,9 +438,7 @@ class Access:
             source = _weights(tensor)
             if source.whole:
                 return tensor
-            if source.flat.mixed and _rounds(tensor, kind):
-                if computing and tensor.requires_grad:
-                    self.grad_dtype.note_use(tensor)
+            if _rounds(tensor, kind):
                 return recomputed(tensor) if in_backward() else tensor
             if computing and tensor.requires_grad:
                 if source.in_flat_memory and kind is not Kind.STRIDED:
@@ -445,15 +451,6 @@ class Access:
         if computing and isinstance(tensor, OffloadedView) and tensor.graph.freed:
             return without_graph(self._value(tensor), tensor.source.name)
         return self._value(tensor)
-
-    def _note_repeated(self, args: Sequence[Any]) -> None:
-        """Has gradients of 16-bit weights that a product is given twice summed in fp32: autocast casts each of them."""
-        given = [arg for arg in args if type(arg) is OffloadedParameter and arg.flat.mixed and arg.requires_grad]
-        if len(given) < 2:
-            return
-        for parameter, uses in Counter(given).items():
-            if uses > 1 and not _weights(parameter).whole and autocast_to(parameter.flat.dtype, parameter.flat.device):
-                self.grad_dtype.sum_in_fp32(parameter)
 
     def values(self, tensor: OffloadedTensor) -> Tensor:
         """Returns the present values of `tensor`, which no operator may change: they are the resident ones, or a copy.
@@ -475,13 +472,7 @@ class Access:
     def _value(self, tensor: OffloadedTensor) -> Tensor:
         with torch.inference_mode(False), torch.no_grad():
             base = self.base(tensor.source)
-            if isinstance(tensor, OffloadedView):
-                start = base.storage_offset() * base.itemsize + tensor.offset
-                value = torch.empty(0, dtype=tensor.dtype, device=base.device).set_(
-                    base.untyped_storage(), start // tensor.itemsize, tensor.size(), tensor.stride()
-                )
-            else:
-                value = base.detach()
+            value = tensor.part_of(base) if isinstance(tensor, OffloadedView) else base.detach()
         # Autograd refuses in-place writes as it does for a leaf, and `torch.matmul` chooses its kernel by this, also
         # where autograd records nothing.
         return value.requires_grad_(tensor.requires_grad)
@@ -496,11 +487,8 @@ class Access:
         originals = {id(value): found[key] for key, value in values.items()}
         sources = {id(tensor.source): tensor.source for tensor in found.values()}
         versioned = all([not isinstance(tensor, OffloadedView) or tensor.versioned for tensor in found.values()])
-        bases = dict(self._bases)
-        for key, tensor in found.items():
-            if values[key] is tensor or isinstance(tensor, OffloadedParameter):
-                bases.setdefault(id(tensor.source), _own_memory(tensor))
-
+        # A source without values in `_bases` has an argument whose own memory the operator has used.
+        bases = {key: self._bases[key] if key in self._bases else one.base() for key, one in sources.items()}
         views = {key: tensor for key, tensor in found.items() if isinstance(tensor, OffloadedView)}
         graphs = {id(tensor.source): tensor.graph for tensor in views.values()}
         graphs_of_values = {id(values[key]): tensor.graph for key, tensor in views.items()}
@@ -535,27 +523,10 @@ class Access:
             offset, versioned = tensor.offset, versioned and tensor.versioned
         source, backed = tensor.source, tensor.source.backs_views
         if backed:
-            with self._values({id(tensor): tensor}, computing=False):
-                memory = as_non_view(self._value(tensor), backed=True)
+            memory = as_non_view(self.values(tensor), backed=True)
         else:
             memory = hollow(tensor.size(), tensor.stride(), plain_dtype(tensor), tensor.device)
         return OffloadedView.make(source, offset, memory, versioned=versioned, backed=backed)
-
-    def _use_full_precision(self, tensors: Iterable[OffloadedTensor]) -> None:
-        """Makes autograd return gradients of `tensors` in fp32, where the weights in the graph have 16 bits.
-
-        Raises:
-            RuntimeError: torch has no `Tensor.grad_dtype`.
-        """
-        for tensor in tensors:
-            if not isinstance(tensor, OffloadedParameter) or _weights(tensor).whole or not tensor.flat.mixed:
-                continue
-            if not self.grad_dtype.sum_in_fp32(tensor):
-                raise RuntimeError(
-                    f"`torch.autograd.grad` with respect to {tensor.source.name}, which is offloaded and has 16 bits "
-                    "on the device, would return a gradient of 16 bits. Call `backward` and read `.grad`, set "
-                    "`states='gpu'`, or use torch 2.10 or later."
-                )
 
     def _set_data(self, tensor: OffloadedTensor, data: Tensor) -> None:
         source = tensor.source
@@ -639,14 +610,10 @@ class Access:
                 f"`.data` of {sharing} can't share memory with {source.name}, which is offloaded. "
                 "Copy the values (`copy_`), or set a `.clone()` of them."
             )
-        before = self._bases
         with torch.inference_mode(False), torch.no_grad():
             with self.prefetcher.resident([] if source.whole else [source.flat], record=False):
-                self._bases = {id(source): source.share()}
-            try:
-                return self._value(tensor).detach()
-            finally:
-                self._bases = before
+                base = source.share()
+            return tensor.part_of(base) if isinstance(tensor, OffloadedView) else base.detach()
 
 
 def _changed(values: Mapping[int, Tensor], versions: Mapping[int, int]) -> list[int]:
@@ -701,16 +668,9 @@ def _weights(parameter: OffloadedParameter) -> Weights:
     return parameter.source
 
 
-def _own_memory(tensor: OffloadedTensor) -> Tensor:
-    """Returns the whole memory of which `tensor` is a part, where an operator has used the memory of `tensor`."""
-    if isinstance(tensor, OffloadedParameter):
-        return tensor
-    assert isinstance(tensor.source, Weights)
-    return tensor.source.base()
-
-
 def _rounds(tensor: OffloadedTensor, kind: Kind) -> bool:
-    """Returns True if plain training would cast the parameter `tensor` to the compute dtype for a matrix product."""
+    """Returns whether autocast would round `tensor`, a plain parameter, to the 16 bits that it has on the device."""
     if kind is not Kind.MATMUL or not isinstance(tensor, OffloadedParameter):
         return False
-    return autocast_to(tensor.flat.dtype, tensor.flat.device)
+    flat = tensor.flat
+    return flat.mixed and not _weights(tensor).whole and autocast_to(flat.dtype, flat.device)

@@ -113,6 +113,10 @@ class OffloadedParameter(_RunsOperators, TrainedParameter):
         self.data = source
         return self
 
+    def save(self) -> SavedWeight:
+        """Returns the reference that autograd saves in place of the plain parameter, which has another dtype."""
+        return _SavedTensor(self)
+
 
 class AliasGraph:
     """The graph that an alias of offloaded values, such as `p.data`, and its views have in plain training.
@@ -121,10 +125,7 @@ class AliasGraph:
         freed: whether there is one in plain training, which is freed here: autograd can't differentiate the tensors.
     """
 
-    __slots__ = ("freed",)
-
-    def __init__(self) -> None:
-        self.freed = False
+    freed = False
 
 
 class OffloadedView(_RunsOperators, Tensor):
@@ -181,7 +182,11 @@ class OffloadedView(_RunsOperators, Tensor):
         if backed:
             source.flat.backed_views.append(weakref.ref(self))
         else:
-            mark_offloaded(storage_of(self), _ViewReferences(self))
+            self._mark()
+
+    def _mark(self) -> None:
+        """Has autograd save references in place of the view, which has no memory."""
+        mark_offloaded(storage_of(self), AliasReferences(self.source, self.offset, versioned=self.versioned))
 
     def is_whole(self, parameter: nn.Parameter) -> bool:
         """Returns whether the view has all values of `parameter`, as `parameter.detach()` has."""
@@ -200,20 +205,24 @@ class OffloadedView(_RunsOperators, Tensor):
             return
         with internals.without_torch_function(), torch.inference_mode(False), torch.no_grad():
             self.data = hollow(self.size(), self.stride(), self.dtype, self.device)
-        mark_offloaded(storage_of(self), _ViewReferences(self))
+        self._mark()
 
     def end(self, values: Tensor) -> None:
         """Makes the view an ordinary tensor that shares the memory of `values`, the whole values of the source."""
         with internals.without_torch_function(), torch.inference_mode(False), torch.no_grad():
-            start = values.storage_offset() * values.itemsize + self.offset
-            self.data = torch.empty(0, dtype=self.dtype, device=values.device).set_(
-                values.untyped_storage(), start // self.itemsize, self.size(), self.stride()
-            )
+            self.data = self.part_of(values)
             name, freed = self.source.name, self.graph.freed
             del self.source, self.offset, self.versioned, self.backed, self.graph
             self.__class__ = Tensor  # type: ignore[assignment]
             if freed:
                 without_graph(self, name)
+
+    def part_of(self, values: Tensor) -> Tensor:
+        """Returns an ordinary tensor over the part of `values`, the whole values of the source, that the view has."""
+        start = values.storage_offset() * values.itemsize + self.offset
+        return torch.empty(0, dtype=self.dtype, device=values.device).set_(
+            values.untyped_storage(), start // self.itemsize, self.size(), self.stride()
+        )
 
     def set_(self, *args: Any, **kwargs: Any) -> Tensor:
         """Raises RuntimeError. (Torch does not call `__torch_function__` for this method.)"""
@@ -265,12 +274,17 @@ class Source(ABC):
     """
 
     def __init__(self, access: "OperatorAccess", flat: FlatParameter, index: int, name: str) -> None:
-        self.access = access
-        self.flat = flat
-        self.index = index
         self.name = name
         self.aliases: weakref.WeakSet[OffloadedView] = weakref.WeakSet()
         """Views of the values that user code references."""
+        self.move(access, flat, index)
+
+    def move(self, access: "OperatorAccess", flat: FlatParameter, index: int) -> None:
+        """Has the source, and its aliases, read and write the values at another place; arguments as of the class."""
+        self.access = access
+        self.flat = flat
+        self.index = index
+        self.item = flat.param_views[index]
 
     @abstractmethod
     def read(self) -> Tensor:
@@ -309,17 +323,6 @@ class Source(ABC):
             alias.end(values)
         self.aliases.clear()
 
-    def replace(self, other: "Source") -> None:
-        """Makes the aliases read and write `other`."""
-        for alias in list(self.aliases):
-            alias.source = other
-            other.aliases.add(alias)
-        self.aliases.clear()
-
-    def note_graph(self, view: OffloadedView, *, exists: bool) -> None:
-        """Notes whether `view`, which has this source, has a graph in plain training, as in-place operators change."""
-        view.graph.freed = exists
-
     def changed(self) -> None:  # noqa: B027  # only weights are saved by reference in autograd
         """Increments the version counter, by which autograd detects in-place changes."""
 
@@ -351,55 +354,47 @@ class OperatorAccess(Protocol):
     def add_grad(self, flat: FlatParameter, index: int, gradient: Tensor) -> None: ...
 
 
-class _ViewReferences:
-    """Makes the references that autograd saves in place of a view, which is not kept alive: it owns this object."""
+class AliasReferences:
+    """Makes the references that autograd saves in place of tensors over the memory of a view, or of a forward's values.
 
-    def __init__(self, view: OffloadedView) -> None:
-        self._view = weakref.ref(view)
-
-    def save(self, tensor: Tensor) -> SavedWeight:
-        view = self._view()
-        if view is None or view is not tensor:
-            raise RuntimeError(
-                "autograd can't save a tensor that shares the memory of a view of offloaded weights, which has none. "
-                "Take a `.clone()` of the view first."
-            )
-        return _SavedOffloadedView(view)
-
-
-class ForwardValueReferences:
-    """Makes the references that autograd saves in place of whole weights that a forward reads.
+    The storage of that memory owns this object.
 
     Args:
-        values: the whole values; their storage owns this object, and is freed when the forward ends.
+        start: offset of the storage in the source, bytes.
+        versioned: as the attribute of the view.
     """
 
-    def __init__(self, source: Source, values: Tensor) -> None:
+    def __init__(self, source: Source, start: int = 0, *, versioned: bool) -> None:
         self._source = source
-        self._start = int(values.storage_offset()) * values.itemsize
+        self._start = start
+        self._versioned = versioned
 
     def save(self, tensor: Tensor) -> SavedWeight:
+        if isinstance(tensor, OffloadedView) and not tensor.backed:
+            return _SavedTensor(tensor)
         with internals.without_torch_function():
-            offset = int(tensor.storage_offset()) * tensor.itemsize - self._start
+            offset = self._start + int(tensor.storage_offset()) * tensor.itemsize
             memory = as_non_view(tensor, backed=False)
-        return _SavedOffloadedView(OffloadedView.make(self._source, offset, memory, versioned=True, backed=False))
+        view = OffloadedView.make(self._source, offset, memory, versioned=self._versioned, backed=False)
+        return _SavedTensor(view)
 
 
-class _SavedOffloadedView(SavedWeight):
-    """A view that autograd has saved for a function of user code, and whose values backward needs."""
+class _SavedTensor(SavedWeight):
+    """An offloaded tensor that autograd has saved for a function of user code, and whose values backward needs."""
 
-    __slots__ = ("_counter", "_version", "_view")
+    __slots__ = ("_counter", "_tensor", "_version")
 
-    def __init__(self, view: OffloadedView) -> None:
-        self._view = view
-        self._counter = view.source.counter if view.versioned else None
+    def __init__(self, tensor: "OffloadedTensor") -> None:
+        self._tensor = tensor
+        versioned = not isinstance(tensor, OffloadedView) or tensor.versioned
+        self._counter = tensor.source.counter if versioned else None
         self._version = 0 if self._counter is None else internals.version_of(self._counter)
 
     def load(self) -> Tensor:
-        view = self._view
+        tensor = self._tensor
         if self._counter is not None:
-            check_version(self._counter, self._version, view.dtype, view.size())
-        return view.source.access.values(view) if isinstance(view, OffloadedView) else view.detach()
+            check_version(self._counter, self._version, tensor.dtype, tensor.size())
+        return tensor.source.access.values(tensor) if isinstance(tensor, OffloadedTensor) else tensor.detach()
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_ssd.activations import mark_offloaded
 from lightning_ssd.model_states.access.parameter import (
-    ForwardValueReferences,
+    AliasReferences,
     OffloadedParameter,
     OperatorAccess,
     Source,
@@ -21,8 +21,7 @@ class Weights(Source):
     """The weights of one parameter."""
 
     def __init__(self, access: OperatorAccess, flat: FlatParameter, index: int) -> None:
-        self.item = flat.param_views[index]
-        super().__init__(access, flat, index, self.item.name)
+        super().__init__(access, flat, index, flat.param_views[index].name)
 
     @property
     def whole(self) -> bool:
@@ -58,7 +57,7 @@ class Weights(Source):
             return self.read()
         if self.index not in flat.forward_values:
             values = flat.forward_values[self.index] = self.read()
-            mark_offloaded(values.untyped_storage(), ForwardValueReferences(self, values))
+            mark_offloaded(values.untyped_storage(), AliasReferences(self, versioned=True))
         return flat.forward_values[self.index]
 
     def write(self, values: Tensor) -> None:

@@ -70,12 +70,11 @@ class ParamPrefetcher:
         """Loads of the resident flat parameters."""
         self._forwards = [0] * len(units)
         """Forwards of each unit in this micro-batch; recomputation in backward is not counted."""
-        self._recomputed: set[int] = set()
-        """Units whose weights operators outside of their forwards have used in this micro-batch's backward."""
         self._outside: set[int] = set()
-        """Units whose weights such operators have used before backward, so that a gradient of them arrives."""
-        self._read: set[int] = set()
-        """Units whose weights such operators have used unrecorded by autograd, maybe in a reentrant checkpoint."""
+        """Units whose weights operators outside of their forwards have used before backward: a gradient arrives."""
+        self._unsure: set[int] = set()
+        """Units whose weights such operators have used in backward, or unrecorded by autograd, maybe in a reentrant
+        checkpoint, in this micro-batch: a gradient may arrive."""
         self._recomputing: dict[int, int] = {}
         """The unit that has `recomputed_by` set for each thread in backward."""
         self._unrecorded: set[int] = set()
@@ -99,7 +98,7 @@ class ParamPrefetcher:
                 self._expected[self._kind] = self._uses
             self._kind = kind
             self._forwards = [0] * len(self._units)
-            for units in (self._recomputed, self._outside, self._read, self._unrecorded):
+            for units in (self._outside, self._unsure, self._unrecorded):
                 units.clear()
             self._nodes.clear()
             for thread in list(self._recomputing):
@@ -157,16 +156,14 @@ class ParamPrefetcher:
                     self.check(flat)
                     self._pull(flat)
                 for unit in dict.fromkeys(self._unit_of[flat] for flat in held):
+                    recomputes = in_backward()
+                    (self._outside if record and not recomputes else self._unsure).add(unit)
                     if not record:
-                        self._read.add(unit)
                         self._make_resident(unit)
-                    elif in_backward():
-                        self._recomputed.add(unit)
-                        self._use(unit)
+                        continue
+                    self._use(unit)
+                    if recomputes:
                         self._begin_recomputation(unit)
-                    else:
-                        self._outside.add(unit)
-                        self._use(unit)
             yield
         finally:
             with self._lock:
@@ -185,9 +182,8 @@ class ParamPrefetcher:
         all weights.
         """
         unit = self._unit_of[flat]
-        if unit in self._recomputed | self._read or (unit in self._unrecorded and self.used_outside(flat)):
-            return False
-        return self._forwards[unit] == 1
+        unsure = unit in self._unsure or (unit in self._unrecorded and self.used_outside(flat))
+        return self._forwards[unit] == 1 and not unsure
 
     def unshard(self, flat: FlatParameter) -> None:
         """Makes `flat` resident for a saved weight that backward unpacks, or an operator on one of its parameters.
