@@ -158,11 +158,11 @@ class Access:
         for parameter, version in zip(offloaded, versions, strict=True):
             if internals.version_of(parameter) == version:
                 continue
-            weights = _weights(parameter)
-            if weights.flat.mixed:
-                raise _changed_by_compiled(weights.name)
+            source = parameter.source
+            if source.flat.mixed:
+                raise _changed_by_compiled(source.name)
             with torch.no_grad():
-                weights.write(weights.read())
+                source.write(source.read())
 
     @contextlib.contextmanager
     def whole(self, owners: Sequence[tuple[nn.Module, str]]) -> Iterator[None]:
@@ -233,9 +233,7 @@ class Access:
         self.prefetcher.check_caller()
         if internals.compile_context() is not None:
             raise _in_compiled_code(parameter)
-        weights = parameter.source
-        assert isinstance(weights, Weights)
-        return self._grads.get(weights.flat, weights.index)
+        return self._grads.get(parameter.flat, parameter.source.index)
 
     def run(self, kind: Kind, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Runs `func`, which was called with offloaded tensors.
@@ -277,7 +275,7 @@ class Access:
                     return self._set_data(first, args[1])
                 case Kind.SET_GRAD if parameter is not None:
                     gradient = args[1] if len(args) > 1 else None
-                    return self._grads.set(_weights(parameter).flat, _weights(parameter).index, gradient)
+                    return self._grads.set(parameter.flat, parameter.source.index, gradient)
                 case Kind.GET_GRAD | Kind.SET_GRAD:
                     return func(*args, **kwargs)
                 case Kind.HOOK:
@@ -315,7 +313,7 @@ class Access:
             if isinstance(tensor, OffloadedView):
                 if tensor.graph.freed:
                     raise not_followed(tensor.source.name)
-            elif func is torch.autograd.grad and tensor.flat.mixed and not _weights(tensor).whole:
+            elif func is torch.autograd.grad and tensor.flat.mixed and not tensor.source.whole:
                 if not self.grad_dtype.sum_in_fp32(tensor):
                     raise RuntimeError(
                         f"`torch.autograd.grad` with respect to {tensor.source.name}, which is offloaded and has 16 "
@@ -360,7 +358,7 @@ class Access:
                 return func(*given, **named)
             nodes = {key: value.grad_fn for key, value in values.items()}
             versions = {key: internals.version_of(value) for key, value in values.items()}
-            shapes = {key: geometry(value) for key, value in values.items()}
+            shapes = {key: geometry(value) for key, value in values.items() if writes}
             try:
                 result = func(*given, **named)
             except BaseException:
@@ -373,8 +371,8 @@ class Access:
                 raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
             if writes and not changed:  # some kernels do not increment versions (`torch._fused_adamw_`)
                 changed = list(values)
-            for key in values if writes else ():
-                if geometry(values[key]) != shapes[key]:
+            for key, shape in shapes.items():
+                if geometry(values[key]) != shape:
                     raise RuntimeError(
                         f"`{func.__name__}` gives {found[key].source.name}, which is offloaded, another shape or other "
                         "memory, which can't be done while it trains. Do it before `fit`, in `configure_model`."
@@ -435,7 +433,7 @@ class Access:
     def _stand_in(self, tensor: OffloadedTensor, computing: bool, kind: Kind) -> Tensor:
         """Returns the argument of the running operator in place of `tensor`."""
         if isinstance(tensor, OffloadedParameter):
-            source = _weights(tensor)
+            source = tensor.source
             if source.whole:
                 return tensor
             if _rounds(tensor, kind):
@@ -503,15 +501,16 @@ class Access:
             for key, base in bases.items():
                 if (offset := offset_in(value, base)) is None:
                     continue
-                source = sources[key]
-                counted, backed = versioned and internals.is_view(value), source.backs_views  # no view: `unsafe_chunk`
+                source, backed = sources[key], sources[key].backs_views
+                counted = versioned and internals.is_view(value)  # not those of `unsafe_chunk`
                 graph = graphs_of_values.get(id(internals.base_of(value)), graphs.get(key))
                 if not value.requires_grad or (graph is not None and graph.freed):
                     memory = as_non_view(value, backed=backed)
                     return OffloadedView.make(source, offset, memory, versioned=counted, backed=backed, graph=graph)
-                if isinstance(source, Weights) and source.whole:
+                if source.whole:
                     return value
-                return FollowedView.follow(source, offset, value, versioned=counted, backed=backed)
+                memory = apply(FollowedValues, value, as_non_view(value, backed=backed))
+                return FollowedView.make(source, offset, memory, versioned=counted, backed=backed)
             return value
 
         return map_tensors(wrap, result)
@@ -573,7 +572,7 @@ class Access:
             RuntimeError: the memory is freed after the call.
         """
         source = tensor.source
-        if not source.backs_views and not (isinstance(source, Weights) and source.whole):
+        if not source.backs_views and not source.whole:
             raise RuntimeError(
                 f"`{func.__name__}` of {source.name}, which is offloaded, gives an address that is not valid after the "
                 f"call. {_REMEDY}"
@@ -663,14 +662,9 @@ def _share_all(one: OffloadedTensor, other: OffloadedTensor) -> bool:
     return position(one) == position(other)
 
 
-def _weights(parameter: OffloadedParameter) -> Weights:
-    assert isinstance(parameter.source, Weights)
-    return parameter.source
-
-
 def _rounds(tensor: OffloadedTensor, kind: Kind) -> bool:
     """Returns whether autocast would round `tensor`, a plain parameter, to the 16 bits that it has on the device."""
     if kind is not Kind.MATMUL or not isinstance(tensor, OffloadedParameter):
         return False
     flat = tensor.flat
-    return flat.mixed and not _weights(tensor).whole and autocast_to(flat.dtype, flat.device)
+    return flat.mixed and not tensor.source.whole and autocast_to(flat.dtype, flat.device)

@@ -63,7 +63,7 @@ class _RunsOperators:
                 if reads_grad:
                     return args[0].source.access.grad(args[0])
                 if _runs_on_memory(kind, func, args, kwargs):
-                    if in_backward() and _has_frozen((*args, *(kwargs or {}).values())):
+                    if in_backward():
                         args, kwargs = map_tensors(recomputed, (args, kwargs or {}))
                     if kind is Kind.MATMUL and torch.is_grad_enabled():
                         args, kwargs = in_order_of_casts(args, kwargs or {})
@@ -149,8 +149,9 @@ class OffloadedView(_RunsOperators, Tensor):
     backed: bool
     graph: AliasGraph
 
-    @staticmethod
+    @classmethod
     def make(
+        cls,
         source: "Source",
         offset: int,
         memory: Tensor,
@@ -165,24 +166,19 @@ class OffloadedView(_RunsOperators, Tensor):
             memory: with `backed`, a new tensor over the memory of the values; otherwise a hollow one.
             graph: as the attribute; None: it is no view of another tensor for autograd.
         """
-        memory.__class__ = OffloadedView
-        assert isinstance(memory, OffloadedView)
-        memory._init(source, offset, versioned, backed)
-        if graph is not None:
-            memory.graph = graph
-        return memory
-
-    def _init(self, source: "Source", offset: int, versioned: bool, backed: bool) -> None:
-        self.source = source
-        self.offset = offset
-        self.versioned = versioned
-        self.backed = backed
-        self.graph = AliasGraph()
-        source.aliases.add(self)
+        memory.__class__ = cls
+        view = cast(OffloadedView, memory)
+        view.source = source
+        view.offset = offset
+        view.versioned = versioned
+        view.backed = backed
+        view.graph = graph or AliasGraph()
+        source.aliases.add(view)
         if backed:
-            source.flat.backed_views.append(weakref.ref(self))
+            source.flat.backed_views.append(weakref.ref(view))
         else:
-            self._mark()
+            view._mark()
+        return view
 
     def _mark(self) -> None:
         """Has autograd save references in place of the view, which has no memory."""
@@ -244,15 +240,6 @@ OffloadedTensor = OffloadedParameter | OffloadedView
 class FollowedView(OffloadedView):
     """A view of a parameter whose node is in autograd's graph. Its values are those of the parameter at each read."""
 
-    @staticmethod
-    def follow(source: "Source", offset: int, value: Tensor, *, versioned: bool, backed: bool) -> "FollowedView":
-        """Returns a view of `source` with the node and the geometry of `value`; other arguments as the attributes."""
-        view = apply(FollowedValues, value, as_non_view(value, backed=backed))
-        view.__class__ = FollowedView
-        assert isinstance(view, FollowedView)
-        view._init(source, offset, versioned, backed)
-        return view
-
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
         """The node of the operator that made the view, as in plain torch: user code looks for the parameter's there."""
@@ -295,6 +282,11 @@ class Source(ABC):
         """Stores `values`, a result of `read` that an operator has changed."""
 
     @property
+    def whole(self) -> bool:
+        """Whether the tensor is a plain one at present: training has ended, or weights are summoned."""
+        return False
+
+    @property
     def backs_views(self) -> bool:
         """Whether views share memory with the values, because the forward of the weight's module runs."""
         return False
@@ -303,19 +295,19 @@ class Source(ABC):
         """Returns the values for an operator, as `read` does: with `backs_views`, in the memory that views share."""
         return self.read()
 
+    @property
+    def in_flat_memory(self) -> bool:
+        """Whether the values on the device are those of plain training, in the memory of the flat parameter."""
+        return False
+
     def in_own_storage(self) -> Tensor:
         """Returns the values as `read` does, at the place that they have in their storage in plain training."""
-        return self.read()
+        return self.read().clone() if self.in_flat_memory else self.read()
 
     @property
     def origin(self) -> int:
         """Offset of the values in their storage in plain training, bytes."""
         return 0
-
-    @property
-    def counter(self) -> Tensor | None:
-        """Tensor whose version counter tells in-place changes; None: there is none."""
-        return None
 
     def end_aliases(self, values: Tensor) -> None:
         """Makes the aliases ordinary tensors that share the memory of `values`, whole values as of `read`."""
@@ -323,8 +315,10 @@ class Source(ABC):
             alias.end(values)
         self.aliases.clear()
 
-    def changed(self) -> None:  # noqa: B027  # only weights are saved by reference in autograd
-        """Increments the version counter, by which autograd detects in-place changes."""
+    def changed(self) -> None:
+        """Increments the parameter's version counter, by which autograd detects in-place changes."""
+        if not self.whole:
+            torch.autograd.graph.increment_version(self.item.parameter)
 
 
 class GradSums(Protocol):
@@ -384,10 +378,10 @@ class _SavedTensor(SavedWeight):
 
     __slots__ = ("_counter", "_tensor", "_version")
 
-    def __init__(self, tensor: "OffloadedTensor") -> None:
+    def __init__(self, tensor: OffloadedTensor) -> None:
         self._tensor = tensor
-        versioned = not isinstance(tensor, OffloadedView) or tensor.versioned
-        self._counter = tensor.source.counter if versioned else None
+        versioned = isinstance(tensor, OffloadedParameter) or tensor.versioned
+        self._counter = tensor.source.item.parameter if versioned else None
         self._version = 0 if self._counter is None else internals.version_of(self._counter)
 
     def load(self) -> Tensor:
@@ -571,17 +565,14 @@ def autocast_to(dtype: torch.dtype, device: torch.device) -> bool:
 
 def _runs_on_memory(kind: Kind, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any] | None) -> bool:
     """Returns whether a function can use the memory of its offloaded arguments, because forwards use all of them."""
-    recorded = torch.is_grad_enabled()
     return (
         (
             kind is Kind.MATMUL
             or kind is Kind.KERNEL
-            or (kind is Kind.OPERATOR and recorded)
+            or (kind is Kind.OPERATOR and torch.is_grad_enabled())
             # Offloaded statistics are stored by `Access`: no version counter tells that they have changed.
             or (kind is Kind.NORMALIZATION and not offloaded_in(running_statistics(func, args, kwargs or {})))
         )
-        # Autograd would save a weight itself without hooks, which save a reference in its place.
-        and (not recorded or internals.innermost_saved_hooks(False) is not None)
         and _in_forward(args, kind)  # last, as it counts uses
         and (not kwargs or ("out" not in kwargs and _in_forward(kwargs.values(), kind)))
     )
@@ -610,29 +601,16 @@ def _in_forward(values: Iterable[Any], kind: Kind) -> bool:
             if kind is Kind.OPERATOR and not value.requires_grad:
                 return False
         elif issubclass(of, OffloadedView):
-            if not value.backed or value.source.flat.thread != get_ident():
+            flat = value.source.flat
+            if not value.backed or value.graph.freed or flat.shared or flat.thread != get_ident():
                 return False
-            if value.source.flat.shared or (kind is Kind.OPERATOR and not value.requires_grad):
-                return False
-            if value.graph.freed:
+            if kind is Kind.OPERATOR and not value.requires_grad:
                 return False
             if offloaded_weights(storage_of(value)) is None:  # memory that was shared with user code
                 return False
         elif (of is list or of is tuple) and not _in_forward(value, kind):
             return False
     return True
-
-
-def _has_frozen(values: Iterable[Any]) -> bool:
-    """Returns whether there are frozen parameters among the arguments of an operator that uses their memory."""
-    for value in values:
-        of = type(value)
-        if of is OffloadedParameter:
-            if not value.requires_grad:
-                return True
-        elif (of is list or of is tuple) and _has_frozen(value):
-            return True
-    return False
 
 
 def recomputed(tensor: Tensor) -> Tensor:

@@ -25,7 +25,6 @@ class Weights(Source):
 
     @property
     def whole(self) -> bool:
-        """True if the parameter is a plain tensor at present: training has ended, or weights are summoned."""
         return self.flat.summoned or not isinstance(self.item.parameter, OffloadedParameter)
 
     def read(self) -> Tensor:
@@ -41,11 +40,7 @@ class Weights(Source):
 
     @property
     def in_flat_memory(self) -> bool:
-        """True if the values on the device are those of plain training, in the memory of the flat parameter."""
         return not (self.whole or self.flat.mixed or self.flat.memory(self.index) is not None)
-
-    def in_own_storage(self) -> Tensor:
-        return self.read().clone() if self.in_flat_memory else self.read()
 
     @property
     def backs_views(self) -> bool:
@@ -83,10 +78,6 @@ class Weights(Source):
         memory = self.item.parameter.data if self.whole else self.flat.memory(self.index)
         return 0 if memory is None else int(memory.storage_offset()) * memory.itemsize
 
-    @property
-    def counter(self) -> Tensor:
-        return self.item.parameter
-
     def share(self) -> Tensor:
         """Returns the parameter's memory in plain training, which other tensors share from now on.
 
@@ -105,10 +96,6 @@ class Weights(Source):
                 "Drop the state dict, or copy the values (`copy_`)."
             )
         return values
-
-    def changed(self) -> None:
-        if not self.whole:
-            torch.autograd.graph.increment_version(self.item.parameter)
 
 
 def end_aliases(parameter: nn.Parameter) -> None:
