@@ -16,5 +16,5 @@ The modules, in the order in which they are best read:
 from lightning_ssd.model_states.access.access import Access
 from lightning_ssd.model_states.access.grad_dtype import GradDtype
 from lightning_ssd.model_states.access.gradient_access import GradientAccess
-from lightning_ssd.model_states.access.parameter import OffloadedTensor, OffloadedView
+from lightning_ssd.model_states.access.parameter import OffloadedTensor, OffloadedView, share_all
 from lightning_ssd.model_states.access.sources import end_aliases

@@ -38,7 +38,6 @@ from lightning_ssd.model_states.access.operands import (
     differentiate,
     geometry,
     offset_in,
-    plain_dtype,
     substitute,
     written_argument,
 )
@@ -59,6 +58,7 @@ from lightning_ssd.model_states.access.parameter import (
     not_followed,
     offloaded_in,
     recomputed,
+    share_all,
     without_graph,
 )
 from lightning_ssd.model_states.access.references import references_saved
@@ -247,16 +247,16 @@ class Access:
                 self._check_graph(args[0])
             return func(*args, **kwargs)
         self.prefetcher.check_caller()
+        one = next(iter(found.values()))
         if internals.compile_context() is not None:
-            raise _in_compiled_code(next(iter(found.values())))
+            raise _in_compiled_code(one)
         if func is torch.autograd.grad or func is torch.autograd.backward:
             return self._differentiate(func, args, kwargs, found.values())
         first = args[0] if args else None
         if func is Tensor.share_memory_:
-            name = next(iter(found.values())).source.name
             raise RuntimeError(
-                f"`share_memory_` would move {name}, which is offloaded, to memory of other processes, which would not "
-                "see its later values. Call it before `fit`, or send other processes a `.clone()`."
+                f"`share_memory_` would move {one.source.name}, which is offloaded, to memory of other processes, "
+                "which would not see its later values. Call it before `fit`, or send other processes a `.clone()`."
             )
         if isinstance(first, OffloadedView) and _is_kept(func, first, args[1:], kwargs):
             return first
@@ -264,24 +264,22 @@ class Access:
             first.graph.freed = False
             return first
         if isinstance(first, OffloadedTensor):
-            parameter = first if isinstance(first, OffloadedParameter) else None
             match kind:
                 case Kind.ALIAS:
                     return self._alias(first, versioned=func is Tensor.detach)
                 case Kind.DTYPE:
-                    like = torch.empty_strided(first.size(), first.stride(), dtype=plain_dtype(first), device="meta")
+                    like = torch.empty_strided(first.size(), first.stride(), dtype=first.plain_dtype, device="meta")
                     return func(like, *args[1:], **kwargs)
                 case Kind.SET_DATA:
                     return self._set_data(first, args[1])
-                case Kind.SET_GRAD if parameter is not None:
-                    gradient = args[1] if len(args) > 1 else None
-                    return self._grads.set(parameter.flat, parameter.source.index, gradient)
+                case Kind.SET_GRAD if isinstance(first, OffloadedParameter):
+                    return self._grads.set(first.flat, first.source.index, args[1] if len(args) > 1 else None)
                 case Kind.GET_GRAD | Kind.SET_GRAD:
                     return func(*args, **kwargs)
                 case Kind.HOOK:
                     self._watched()
-                    if parameter is not None:
-                        self.grad_dtype.add_hooked(parameter)
+                    if isinstance(first, OffloadedParameter):
+                        self.grad_dtype.add_hooked(first)
                     return func(*args, **kwargs)
                 case Kind.FREEZE:
                     if type(first) is OffloadedView and (args[1:] or (kwargs.get("requires_grad", True),))[0]:
@@ -292,8 +290,7 @@ class Access:
                         )
                     return func(*args, **kwargs)
                 case Kind.OFFSET:
-                    of_view = first.offset if isinstance(first, OffloadedView) else 0
-                    return (first.source.origin + of_view) // first.itemsize
+                    return (first.source.origin + first.byte_offset) // first.itemsize
                 case Kind.ADDRESS | Kind.STORAGE:
                     return func(self._addressed(kind, func, first), *args[1:], **kwargs)
                 case Kind.EXPORT:
@@ -379,7 +376,7 @@ class Access:
                     )
             self._store(found, changed, statistics)
             for tensor in unfollowed.values():
-                if not isinstance(tensor, OffloadedView) or tensor.versioned:
+                if tensor.versioned or isinstance(tensor, OffloadedParameter):
                     raise RuntimeError(
                         f"`{func.__name__}` writes a tensor that requires a gradient to {tensor.source.name}, which is "
                         "offloaded, or to a view of it, and autograd can't follow that. Write to its `.data`, or "
@@ -394,7 +391,7 @@ class Access:
             for source in {id(found[key].source): found[key].source for key in (*changed, *statistics)}.values():
                 source.write(self.base(source))
             for tensor in map(found.__getitem__, changed):
-                if not isinstance(tensor, OffloadedView) or tensor.versioned:
+                if tensor.versioned:
                     tensor.source.changed()
 
     @contextlib.contextmanager
@@ -469,8 +466,7 @@ class Access:
 
     def _value(self, tensor: OffloadedTensor) -> Tensor:
         with torch.inference_mode(False), torch.no_grad():
-            base = self.base(tensor.source)
-            value = tensor.part_of(base) if isinstance(tensor, OffloadedView) else base.detach()
+            value = tensor.part_of(self.base(tensor.source))
         # Autograd refuses in-place writes as it does for a leaf, and `torch.matmul` chooses its kernel by this, also
         # where autograd records nothing.
         return value.requires_grad_(tensor.requires_grad)
@@ -484,7 +480,7 @@ class Access:
         """Returns `result` with tensors of `found` in place of their substitutes `values`, and of views of these."""
         originals = {id(value): found[key] for key, value in values.items()}
         sources = {id(tensor.source): tensor.source for tensor in found.values()}
-        versioned = all([not isinstance(tensor, OffloadedView) or tensor.versioned for tensor in found.values()])
+        versioned = all([tensor.versioned for tensor in found.values()])
         # A source without values in `_bases` has an argument whose own memory the operator has used.
         bases = {key: self._bases[key] if key in self._bases else one.base() for key, one in sources.items()}
         views = {key: tensor for key, tensor in found.items() if isinstance(tensor, OffloadedView)}
@@ -517,19 +513,17 @@ class Access:
 
     def _alias(self, tensor: OffloadedTensor, *, versioned: bool) -> OffloadedView:
         """Returns an alias of `tensor`, which autograd does not follow."""
-        offset = 0
-        if isinstance(tensor, OffloadedView):
-            offset, versioned = tensor.offset, versioned and tensor.versioned
         source, backed = tensor.source, tensor.source.backs_views
         if backed:
             memory = as_non_view(self.values(tensor), backed=True)
         else:
-            memory = hollow(tensor.size(), tensor.stride(), plain_dtype(tensor), tensor.device)
-        return OffloadedView.make(source, offset, memory, versioned=versioned, backed=backed)
+            memory = hollow(tensor.size(), tensor.stride(), tensor.plain_dtype, tensor.device)
+        versioned = versioned and tensor.versioned
+        return OffloadedView.make(source, tensor.byte_offset, memory, versioned=versioned, backed=backed)
 
     def _set_data(self, tensor: OffloadedTensor, data: Tensor) -> None:
         source = tensor.source
-        if data is tensor or (isinstance(data, OffloadedTensor) and _share_all(data, tensor)):
+        if share_all(data, tensor):
             return  # as by `p.grad.data += x`
         if isinstance(tensor, OffloadedView):
             raise RuntimeError(f"`.data` of a view of {source.name}, which is offloaded, can't be set. Use `copy_`.")
@@ -612,7 +606,7 @@ class Access:
         with torch.inference_mode(False), torch.no_grad():
             with self.prefetcher.resident([] if source.whole else [source.flat], record=False):
                 base = source.share()
-            return tensor.part_of(base) if isinstance(tensor, OffloadedView) else base.detach()
+            return tensor.part_of(base)
 
 
 def _changed(values: Mapping[int, Tensor], versions: Mapping[int, int]) -> list[int]:
@@ -650,16 +644,6 @@ def _is_kept(func: Callable[..., Any], tensor: Tensor, args: Sequence[Any], kwar
         return False
     device, dtype, _, memory_format = internals.parse_to(*args, **kwargs)
     return device in (None, tensor.device) and dtype in (None, tensor.dtype) and memory_format is None
-
-
-def _share_all(one: OffloadedTensor, other: OffloadedTensor) -> bool:
-    """Returns whether two offloaded tensors have the same memory, shape and strides in plain training."""
-
-    def position(tensor: OffloadedTensor) -> tuple[Any, ...]:
-        offset = tensor.offset if isinstance(tensor, OffloadedView) else 0
-        return tensor.source, offset, plain_dtype(tensor), tensor.shape, tensor.stride()
-
-    return position(one) == position(other)
 
 
 def _rounds(tensor: OffloadedTensor, kind: Kind) -> bool:

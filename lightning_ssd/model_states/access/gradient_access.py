@@ -194,21 +194,16 @@ class GradientAccess:
         gradient = self._gradients[flat]
         self._apply_clipping(flat)
         if gradient.states[index] is GradientState.STEPPED:
-            self.check(flat, index)
+            if not gradient.retained:
+                raise RuntimeError(
+                    f"the gradient of {flat.param_views[index].name} was consumed by its optimizer step, which runs as "
+                    "soon as the gradient is complete. Read or change it in `on_after_backward` or "
+                    "`on_before_optimizer_step`: where one of them is overridden, steps wait until backward has ended."
+                )
             wait_for(gradient.consumed, "gradients")
             return gradient.used()
         self._accumulate_arrived(flat)
         return gradient.accumulated()
-
-    def check(self, flat: FlatParameter, index: int) -> None:
-        """Raises RuntimeError if a submitted step has used the gradient of a parameter, and has not kept it."""
-        gradient = self._gradients[flat]
-        if gradient.states[index] is GradientState.STEPPED and not gradient.retained:
-            raise RuntimeError(
-                f"the gradient of {flat.param_views[index].name} was consumed by its optimizer step, which runs as "
-                "soon as the gradient is complete. Read or change it in `on_after_backward` or "
-                "`on_before_optimizer_step`: where one of them is overridden, steps wait until backward has ended."
-            )
 
     def zero(self, optimizer: Optimizer, none: bool) -> None:
         """Drops the gradients of the parameters of `optimizer`, or fills them with zeros if `none` is False."""

@@ -62,13 +62,8 @@ def differentiate(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
     if not materialize:
         return result
     return tuple(
-        torch.zeros_like(tensor, dtype=plain_dtype(tensor), requires_grad=bool(kwargs["create_graph"]))
+        torch.zeros_like(tensor, dtype=getattr(tensor, "plain_dtype", None), requires_grad=bool(kwargs["create_graph"]))
         if gradient is None
         else gradient
         for gradient, tensor in zip(result, inputs, strict=True)
     )
-
-
-def plain_dtype(tensor: Tensor) -> torch.dtype:
-    """Returns the dtype that a tensor has in plain training."""
-    return tensor.source.item.dtype if isinstance(tensor, OffloadedParameter) else tensor.dtype

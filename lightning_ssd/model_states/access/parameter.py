@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations import (
@@ -41,36 +41,46 @@ _IN_TRANSFORM = (
 
 
 class _RunsOperators:
-    """Runs functions of torch on offloaded tensors, directly or by their `Access`."""
+    """Runs functions of torch on offloaded tensors, directly or by their `Access`.
+
+    Attributes:
+        source: the values of which the tensor has all, or a part, in plain training.
+        byte_offset: offset of the tensor in the source.
+        versioned: whether writes increment the version counter of the source, as those through `Tensor.data` do not.
+    """
 
     __slots__ = ()
 
     _DIRECT: tuple[Kind, ...]
     """Kinds of functions that need no memory of the tensor."""
 
+    source: "Source"
+    byte_offset: int
+    versioned: bool
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         with internals.without_torch_function():
-            kind = KINDS.get(func) or kind_of(func)
+            kind, kwargs = KINDS.get(func) or kind_of(func), kwargs or {}
             reads_grad = kind is Kind.GET_GRAD and type(args[0]) is OffloadedParameter
             if not (reads_grad or torch.is_grad_enabled()):
                 _note_function(args, kwargs)
             if kind in cls._DIRECT:
-                return func(*args, **(kwargs or {}))
+                return func(*args, **kwargs)
             try:
                 if reads_grad:
                     return args[0].source.access.grad(args[0])
                 if _runs_on_memory(kind, func, args, kwargs):
                     if in_backward():
-                        args, kwargs = map_tensors(recomputed, (args, kwargs or {}))
+                        args, kwargs = map_tensors(recomputed, (args, kwargs))
                     if kind is Kind.MATMUL and torch.is_grad_enabled():
-                        args, kwargs = in_order_of_casts(args, kwargs or {})
+                        args, kwargs = in_order_of_casts(args, kwargs)
                     with references_saved():
-                        result = func(*args, **(kwargs or {}))
-                    return _follow(result, args, kwargs or {}) if kind is Kind.OPERATOR else result
-                return access_of(args, kwargs).run(kind, func, args, kwargs or {})
+                        result = func(*args, **kwargs)
+                    return _follow(result, args, kwargs) if kind is Kind.OPERATOR else result
+                return access_of(args, kwargs).run(kind, func, args, kwargs)
             except RuntimeError as error:
                 if internals.innermost_transform() is not None:
                     error.add_note(_IN_TRANSFORM)
@@ -88,7 +98,6 @@ class OffloadedParameter(_RunsOperators, TrainedParameter):
 
     Attributes:
         flat: flat parameter that it is a view of.
-        source: its weights as in plain Lightning.
         used: number of the graph that its 16-bit weights were last used in, in mixed precision.
     """
 
@@ -96,8 +105,18 @@ class OffloadedParameter(_RunsOperators, TrainedParameter):
     _OWN = ("flat", "source", "used")
 
     flat: FlatParameter
-    source: "Source"
     used: int
+    byte_offset = 0
+    versioned = True
+
+    @property
+    def plain_dtype(self) -> torch.dtype:
+        """The dtype in plain training."""
+        return self.source.item.dtype
+
+    def part_of(self, values: Tensor) -> Tensor:
+        """Returns an ordinary tensor over the part of `values`, the whole values of the source, that this one has."""
+        return values.detach()
 
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Tensor:
         """Does the same as `.data = source`. (Torch does not call `__torch_function__` for this method.)
@@ -135,17 +154,12 @@ class OffloadedView(_RunsOperators, Tensor):
     except in the forward of the weight's module: kernels of user code, which torch does not report, read it there.
 
     Attributes:
-        offset: offset of the view in the source, bytes.
-        versioned: whether writes increment the version counter of the source, as those through `Tensor.data` do not.
         backed: whether the view has memory with the values, which the flat parameter owns until the forward ends.
         graph: its graph in plain training, which it shares with the tensor of which it is a view for autograd.
     """
 
     _DIRECT = (Kind.METADATA, Kind.DTYPE)
 
-    source: "Source"
-    offset: int
-    versioned: bool
     backed: bool
     graph: AliasGraph
 
@@ -169,7 +183,7 @@ class OffloadedView(_RunsOperators, Tensor):
         memory.__class__ = cls
         view = cast(OffloadedView, memory)
         view.source = source
-        view.offset = offset
+        view.byte_offset = offset
         view.versioned = versioned
         view.backed = backed
         view.graph = graph or AliasGraph()
@@ -182,13 +196,7 @@ class OffloadedView(_RunsOperators, Tensor):
 
     def _mark(self) -> None:
         """Has autograd save references in place of the view, which has no memory."""
-        mark_offloaded(storage_of(self), AliasReferences(self.source, self.offset, versioned=self.versioned))
-
-    def is_whole(self, parameter: nn.Parameter) -> bool:
-        """Returns whether the view has all values of `parameter`, as `parameter.detach()` has."""
-        if not isinstance(parameter, OffloadedParameter) or parameter.source is not self.source:
-            return False
-        return self.offset == 0 and self.size() == parameter.size() and self.stride() == parameter.stride()
+        mark_offloaded(storage_of(self), AliasReferences(self.source, self.byte_offset, versioned=self.versioned))
 
     def release(self, *, keep: bool) -> None:
         """Ends the forward that has backed the view: operators of torch read the present values from now on.
@@ -208,14 +216,19 @@ class OffloadedView(_RunsOperators, Tensor):
         with internals.without_torch_function(), torch.inference_mode(False), torch.no_grad():
             self.data = self.part_of(values)
             name, freed = self.source.name, self.graph.freed
-            del self.source, self.offset, self.versioned, self.backed, self.graph
+            del self.source, self.byte_offset, self.versioned, self.backed, self.graph
             self.__class__ = Tensor  # type: ignore[assignment]
             if freed:
                 without_graph(self, name)
 
+    @property
+    def plain_dtype(self) -> torch.dtype:
+        """The dtype in plain training."""
+        return self.dtype
+
     def part_of(self, values: Tensor) -> Tensor:
-        """Returns an ordinary tensor over the part of `values`, the whole values of the source, that the view has."""
-        start = values.storage_offset() * values.itemsize + self.offset
+        """Returns an ordinary tensor over the part of `values`, the whole values of the source, that this one has."""
+        start = values.storage_offset() * values.itemsize + self.byte_offset
         return torch.empty(0, dtype=self.dtype, device=values.device).set_(
             values.untyped_storage(), start // self.itemsize, self.size(), self.stride()
         )
@@ -380,8 +393,7 @@ class _SavedTensor(SavedWeight):
 
     def __init__(self, tensor: OffloadedTensor) -> None:
         self._tensor = tensor
-        versioned = isinstance(tensor, OffloadedParameter) or tensor.versioned
-        self._counter = tensor.source.item.parameter if versioned else None
+        self._counter = tensor.source.item.parameter if tensor.versioned else None
         self._version = 0 if self._counter is None else internals.version_of(self._counter)
 
     def load(self) -> Tensor:
@@ -500,6 +512,17 @@ def hollow(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, devic
         return tensor
 
 
+def share_all(*tensors: object) -> bool:
+    """Returns whether two tensors are offloaded, and have the same memory, shape and strides in plain training."""
+    one, other = (
+        (tensor.source, tensor.byte_offset, tensor.plain_dtype, tensor.shape, tensor.stride())
+        if isinstance(tensor, OffloadedTensor)
+        else None
+        for tensor in tensors
+    )
+    return one is not None and one == other
+
+
 def offloaded_in(*trees: Any) -> dict[int, OffloadedTensor]:
     """Returns the offloaded tensors in trees of arguments, by identity, in order."""
     found: dict[int, OffloadedTensor] = {}
@@ -530,7 +553,7 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     return value
 
 
-def access_of(args: Any, kwargs: Mapping[str, Any] | None) -> OperatorAccess:
+def access_of(args: Any, kwargs: Mapping[str, Any]) -> OperatorAccess:
     """Returns the access of the offloaded tensors among some arguments."""
     return next(iter(offloaded_in(args, kwargs).values())).source.access
 
@@ -540,7 +563,7 @@ def _follow(result: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     if not _shares_weights(result):
         return result
     found = offloaded_in(args, kwargs)
-    return next(iter(found.values())).source.access.wrap(result, found, found)
+    return access_of(args, kwargs).wrap(result, found, found)
 
 
 def _shares_weights(result: Any) -> bool:
@@ -563,7 +586,7 @@ def autocast_to(dtype: torch.dtype, device: torch.device) -> bool:
     )
 
 
-def _runs_on_memory(kind: Kind, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any] | None) -> bool:
+def _runs_on_memory(kind: Kind, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Returns whether a function can use the memory of its offloaded arguments, because forwards use all of them."""
     return (
         (
@@ -571,7 +594,7 @@ def _runs_on_memory(kind: Kind, func: Callable[..., Any], args: Any, kwargs: Map
             or kind is Kind.KERNEL
             or (kind is Kind.OPERATOR and torch.is_grad_enabled())
             # Offloaded statistics are stored by `Access`: no version counter tells that they have changed.
-            or (kind is Kind.NORMALIZATION and not offloaded_in(running_statistics(func, args, kwargs or {})))
+            or (kind is Kind.NORMALIZATION and not offloaded_in(running_statistics(func, args, kwargs)))
         )
         and _in_forward(args, kind)  # last, as it counts uses
         and (not kwargs or ("out" not in kwargs and _in_forward(kwargs.values(), kind)))
@@ -654,7 +677,7 @@ def not_followed(name: str) -> RuntimeError:
     )
 
 
-def _note_function(args: Any, kwargs: Mapping[str, Any] | None) -> None:
+def _note_function(args: Any, kwargs: Mapping[str, Any]) -> None:
     """Has gradients of 16-bit weights summed in fp32, if a user's autograd function that was given them runs `args`.
 
     Torch does not call `__torch_function__` for `torch.autograd.Function.apply`, whose backward may return gradients

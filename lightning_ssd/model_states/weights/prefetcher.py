@@ -17,7 +17,6 @@ which the compute stream waits for before a use; then to the running operations,
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -79,8 +78,9 @@ class ParamPrefetcher:
         """The unit that has `recomputed_by` set for each thread in backward."""
         self._unrecorded: set[int] = set()
         """Units with a forward that autograd did not record, as that of a reentrant checkpoint."""
-        self._nodes: dict[int, _RunningNode] = {}
-        """The autograd node that each thread in backward runs."""
+        self._nodes: dict[int, tuple[int, set[int]]] = {}
+        """The number of the autograd node that each thread in backward runs, and the units whose weights the node has
+        unpacked. It may not have launched its kernels yet."""
         self._retired: set[FlatParameter] = set()
         forward = list(range(len(units)))
         self._expected: dict[str, list[int]] = {"train": forward + forward[::-1], "evaluate": forward}
@@ -200,10 +200,9 @@ class ParamPrefetcher:
             node = internals.autograd_node()
             if node is not None:
                 number, thread = internals.sequence_of(node), threading.get_ident()
-                running = self._nodes.get(thread)
-                if running is None or running.number != number:
-                    running = self._nodes[thread] = _RunningNode(number, set())
-                running.units.add(unit)
+                if self._nodes.get(thread, (None,))[0] != number:
+                    self._nodes[thread] = number, set()
+                self._nodes[thread][1].add(unit)
             self._use(unit)
 
     def check(self, flat: FlatParameter) -> None:
@@ -376,23 +375,12 @@ class ParamPrefetcher:
 
     def _evict_all_but(self, expected: Iterable[int]) -> None:
         """Evicts the units that are neither in use nor `expected` soon."""
-        kept = set(expected).union(*(running.units for running in self._nodes.values()))
+        kept = set(expected).union(*(units for _, units in self._nodes.values()))
         for flat, load in list(self._loads.items()):
             # A load that is not issued yet would write to memory of its next owner.
             in_use = flat.users or flat.recomputed_by
             if self._unit_of[flat] not in kept and not in_use and load.issued:
                 self.evict(flat)
-
-
-class _RunningNode(NamedTuple):
-    """An autograd node whose backward uses weights.
-
-    Attributes:
-        units: units whose weights the node has unpacked; it may not have launched its kernels yet.
-    """
-
-    number: int
-    units: set[int]
 
 
 class _Load:
