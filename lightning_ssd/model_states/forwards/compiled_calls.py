@@ -134,12 +134,13 @@ def run_functions_within(model: nn.Module, context: CallContext) -> list[Callabl
         Functions that restore the modules.
     """
     inside = {part for region in compiled_regions(model) for part in region.modules()}
-    return [
-        _wrap_function(module, name, context)
-        for module in model.modules()
-        if module not in inside
-        for name in compiled_functions(module)
-    ]
+    restoring: list[Callable[[], None]] = []
+    for module in model.modules():
+        for name in compiled_functions(module) if module not in inside else ():
+            compiled = getattr(module, name)
+            setattr(module, name, _within(compiled, context))
+            restoring.append(partial(setattr, module, name, compiled))
+    return restoring
 
 
 def run_calls_within(
@@ -175,14 +176,10 @@ def _wrap(module: nn.Module, name: str, before: Callable[[], None], after: Calla
     return wrap_function(module, name, lambda *_: before(), lambda _: after(), in_reruns=True)
 
 
-def _wrap_function(module: nn.Module, name: str, context: CallContext) -> Callable[[], None]:
-    """Wraps a compiled attribute as `run_functions_within` says; returns a function that restores it."""
-    compiled = getattr(module, name)
-
+def _within(compiled: Callable[..., object], context: CallContext) -> Callable[..., object]:
     @wraps(compiled)
     def call(*args: object, **kwargs: object) -> object:
         with context(args, kwargs) as (given, named):
             return compiled(*given, **named)
 
-    setattr(module, name, call)
-    return partial(setattr, module, name, compiled)
+    return call
