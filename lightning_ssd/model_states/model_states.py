@@ -196,7 +196,6 @@ class ModelStates(Uncopied):
             nbytes.device,
             self._staged.unstage_for,
             self._staged.pull,
-            setup.config.overlap,
         )
         # Gradients.
         shared = {} if ranks is None else ranks.gradients

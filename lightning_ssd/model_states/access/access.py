@@ -39,7 +39,6 @@ from lightning_ssd.model_states.access.operands import (
     geometry,
     offset_in,
     substitute,
-    written_argument,
 )
 from lightning_ssd.model_states.access.parameter import (
     FollowedValues,
@@ -336,7 +335,8 @@ class Access:
         kwargs: Mapping[str, Any],
         found: dict[int, OffloadedTensor],
     ) -> Any:
-        written = written_argument(args, kwargs) if kind is Kind.WRITE else ()
+        # The argument that a function of this kind changes is the first one, which may be passed by name.
+        written = args[:1] or [kwargs.get(name) for name in ("input", "self", "tensor")] if kind is Kind.WRITE else ()
         # False for `x += p`, which writes to a tensor of the user, and which autograd follows.
         writes = bool(offloaded_in(written, kwargs.get("out")))
         computing = torch.is_grad_enabled() and not writes
@@ -631,19 +631,16 @@ def _in_compiled_code(tensor: OffloadedTensor) -> RuntimeError:
     )
 
 
-_KEEPING = {Tensor.cpu: torch.device("cpu"), Tensor.float: torch.float32}
-"""Conversions that have no argument."""
+_CONVERSIONS = (Tensor.to, Tensor.cpu, Tensor.float)
 
 
 def _is_kept(func: Callable[..., Any], tensor: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Returns whether a conversion returns `tensor` itself, which needs no values: those of a gradient may be gone."""
-    if func in _KEEPING and not args and not kwargs:
-        return _KEEPING[func] in (tensor.device, tensor.dtype)
-    copies = sum(isinstance(arg, bool) for arg in args) > 1 or not {*kwargs} <= {"device", "dtype", "non_blocking"}
-    if func is not Tensor.to or copies:  # `copy` is the second flag
+    if func not in _CONVERSIONS or "memory_format" in kwargs:
         return False
-    device, dtype, _, memory_format = internals.parse_to(*args, **kwargs)
-    return device in (None, tensor.device) and dtype in (None, tensor.dtype) and memory_format is None
+    with internals.without_dispatch():  # no operators of the user, which modes would report
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return func(empty, *args, **kwargs) is empty
 
 
 def _rounds(tensor: OffloadedTensor, kind: Kind) -> bool:

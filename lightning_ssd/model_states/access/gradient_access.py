@@ -15,22 +15,6 @@ from lightning_ssd.model_states.units import FlatParameter
 from lightning_ssd.waits import wait_for
 
 
-class _GradientGraph(AliasGraph):
-    """The graph of a gradient and of its views in plain training, of which `Gradient.followed` tells."""
-
-    def __init__(self, gradient: Gradient, index: int) -> None:
-        self._followed = gradient.followed
-        self._index = index
-
-    @property
-    def freed(self) -> bool:
-        return self._index in self._followed
-
-    @freed.setter
-    def freed(self, freed: bool) -> None:
-        (self._followed.add if freed else self._followed.discard)(self._index)
-
-
 class GradientSource(Source):
     """The gradient of one parameter, with the shape, dtype and device that it has in plain training.
 
@@ -117,7 +101,7 @@ class GradientAccess:
             self._sources[flat, index] = source
             item = source.item
             memory = hollow(item.shape, item.stride, item.dtype, flat.device)
-            graph = _GradientGraph(gradient, index)
+            graph = AliasGraph(gradient.followed, index)
             view = OffloadedView.make(source, 0, memory, versioned=False, backed=False, graph=graph)
             source.view = weakref.ref(view)
         return view

@@ -1,6 +1,6 @@
 """Arguments and results of operators on offloaded tensors, for `access`.
 
-Trees of tensors, the memory that tensors share, and the arguments that a function writes.
+Trees of tensors, the memory that tensors share, and derivatives with respect to offloaded parameters.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,11 +12,6 @@ from torch.autograd.graph import get_gradient_edge
 
 from lightning_ssd import torch_internals as internals
 from lightning_ssd.model_states.access.parameter import OffloadedParameter, map_tensors, offloaded_in
-
-
-def written_argument(args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Returns the argument that a function of `Kind.WRITE` changes: the first one, which may be passed by name."""
-    return args[:1] or [kwargs.get(name) for name in ("input", "self", "tensor")]
 
 
 def offset_in(value: Tensor, base: Tensor) -> int | None:

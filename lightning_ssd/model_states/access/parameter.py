@@ -86,6 +86,13 @@ class _RunsOperators:
                     error.add_note(_IN_TRANSFORM)
                 raise
 
+    def set_(self, *_: Any, **__: Any) -> Tensor:
+        """Raises RuntimeError. (Torch does not call `__torch_function__` for this method.)"""
+        raise RuntimeError(
+            f"`set_` gives {self.source.name}, which is offloaded, other memory. Set its `.data`, use `copy_`, or do "
+            "it before `fit`, in `configure_model`."
+        )
+
 
 class OffloadedParameter(_RunsOperators, TrainedParameter):
     """The class of a parameter while its weights are offloaded.
@@ -118,20 +125,6 @@ class OffloadedParameter(_RunsOperators, TrainedParameter):
         """Returns an ordinary tensor over the part of `values`, the whole values of the source, that this one has."""
         return values.detach()
 
-    def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Tensor:
-        """Does the same as `.data = source`. (Torch does not call `__torch_function__` for this method.)
-
-        Raises:
-            RuntimeError: the parameter would get memory of another kind or shape.
-        """
-        if not isinstance(source, Tensor) or args or kwargs:
-            raise RuntimeError(
-                f"`set_` gives {self.source.name}, which is offloaded, other memory, which can't be done while it "
-                "trains. Do it before `fit`, in `configure_model`."
-            )
-        self.data = source
-        return self
-
     def save(self) -> SavedWeight:
         """Returns the reference that autograd saves in place of the plain parameter, which has another dtype."""
         return _SavedTensor(self)
@@ -140,11 +133,23 @@ class OffloadedParameter(_RunsOperators, TrainedParameter):
 class AliasGraph:
     """The graph that an alias of offloaded values, such as `p.data`, and its views have in plain training.
 
-    Attributes:
-        freed: whether there is one in plain training, which is freed here: autograd can't differentiate the tensors.
+    Args:
+        followed: for gradients, `Gradient.followed`, which tells whether there is one.
+        index: index of the parameter of a gradient.
     """
 
-    freed = False
+    def __init__(self, followed: set[int] | None = None, index: int = 0) -> None:
+        self._followed = set() if followed is None else followed
+        self._index = index
+
+    @property
+    def freed(self) -> bool:
+        """Whether there is one in plain training, which is freed here: autograd can't differentiate the tensors."""
+        return self._index in self._followed
+
+    @freed.setter
+    def freed(self, freed: bool) -> None:
+        (self._followed.add if freed else self._followed.discard)(self._index)
 
 
 class OffloadedView(_RunsOperators, Tensor):
@@ -232,10 +237,6 @@ class OffloadedView(_RunsOperators, Tensor):
         return torch.empty(0, dtype=self.dtype, device=values.device).set_(
             values.untyped_storage(), start // self.itemsize, self.size(), self.stride()
         )
-
-    def set_(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Raises RuntimeError. (Torch does not call `__torch_function__` for this method.)"""
-        raise RuntimeError(f"`set_` of a view of {self.source.name}, which is offloaded. Use `copy_`.")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:

@@ -29,7 +29,6 @@ from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.model_states.stores import StateStore
 from lightning_ssd.model_states.units import FlatParameter
 from lightning_ssd.storage import Urgency
-from lightning_ssd.types import Overlap
 from lightning_ssd.waits import wait_for
 
 
@@ -40,7 +39,6 @@ class ParamPrefetcher:
         budget: bytes of device memory for compute weights; units in use are resident even if they exceed it.
         unstage: unstages values that are staged for user code; called before those of a flat parameter are.
         pull: copies user code's writes to memory that it shares with a flat parameter; called before its use.
-        overlap: argument of the strategy, for messages.
     """
 
     def __init__(
@@ -51,7 +49,6 @@ class ParamPrefetcher:
         budget: int,
         unstage: Callable[[FlatParameter], None],
         pull: Callable[[FlatParameter], None],
-        overlap: Overlap = "optimized",
     ) -> None:
         self._units = units
         self._unit_of = {flat: index for index, flat_params in enumerate(units) for flat in flat_params}
@@ -62,7 +59,6 @@ class ParamPrefetcher:
         self._budget = budget
         self._unstage = unstage
         self._pull = pull
-        self._overlap = overlap
         self._process = forks.process
         self._thread = threading.get_ident()
         self._loads: dict[FlatParameter, _Load] = {}
@@ -212,13 +208,11 @@ class ParamPrefetcher:
         an error has ended the backward.
         """
         if flat in self._retired:
-            remedy = "Set `overlap='none'`."
-            if self._overlap == "none":
-                remedy = "Override `on_after_backward`: steps begin with `optimizer.step` then."
             raise RuntimeError(
                 f"the weights or optimizer states of {flat.name} are used after their gradient was complete and their "
                 "step had begun, in the same backward: by a hook, after an error (as in `on_exception`), or where no "
-                f"gradient flows (detached). {remedy}"
+                "gradient flows (detached). Set `overlap='none'`. If it is set, override `on_after_backward`: steps "
+                "begin with `optimizer.step` then."
             )
 
     def check_caller(self) -> None:
