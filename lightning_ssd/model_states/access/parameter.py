@@ -10,7 +10,6 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from threading import get_ident
-from types import FrameType
 from typing import Any, Protocol, cast
 
 import torch
@@ -26,7 +25,7 @@ from lightning_ssd.activations import (
     storage_of,
 )
 from lightning_ssd.device import refuse_access
-from lightning_ssd.model_states.access.autograd_forwards import autograd_forwards
+from lightning_ssd.model_states.access.autograd_forwards import is_given_to_forward
 from lightning_ssd.model_states.access.references import references_saved
 from lightning_ssd.model_states.access.torch_functions import KINDS, Kind, kind_of, running_statistics
 from lightning_ssd.model_states.stores import StagedFlats
@@ -688,33 +687,12 @@ def _note_function(args: Any, kwargs: Mapping[str, Any]) -> None:
         RuntimeError: the function was given a tensor whose graph was freed, for which its backward would not run.
     """
     for value in offloaded_in(args, kwargs).values():
-        if isinstance(value, OffloadedView):
-            if not value.graph.freed:
-                continue
-        elif not (value.flat.mixed and value.requires_grad):
+        lost = isinstance(value, OffloadedView) and value.graph.freed
+        rounded = isinstance(value, OffloadedParameter) and value.flat.mixed and value.requires_grad
+        if not (lost or rounded) or torch.is_inference_mode_enabled():
             continue
-        if torch.is_inference_mode_enabled():
-            return
-        forwards = autograd_forwards()
-        frame: FrameType | None = sys._getframe(2)
-        for _ in range(_FRAMES):
-            if frame is None:
-                break
-            if id(frame.f_code) in forwards and _has_argument(frame, value):
-                if isinstance(value, OffloadedView):
-                    raise not_followed(value.source.name)
-                value.source.access.grad_dtype.sum_in_fp32(value)
-                break
-            frame = frame.f_back
-
-
-_FRAMES = 32
-"""Python calls between an autograd function and an operator that it runs, at most."""
-
-
-def _has_argument(frame: FrameType, value: Tensor) -> bool:
-    """Returns whether a call was given `value`. All locals count, because a call may have renamed its arguments."""
-    for given in frame.f_locals.values():
-        if given is value or (isinstance(given, tuple) and any([one is value for one in given])):
-            return True
-    return False
+        if not is_given_to_forward(value, sys._getframe(2)):
+            continue
+        if isinstance(value, OffloadedView):
+            raise not_followed(value.source.name)
+        value.source.access.grad_dtype.sum_in_fp32(value)
