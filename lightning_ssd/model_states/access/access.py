@@ -119,7 +119,6 @@ class Access:
                     item.parameter.source = Weights(self, flat, index)
                 else:  # the states were moved
                     source.move(self, flat, index)
-                item.parameter.used = 0
         self.grad_dtype.open()
 
     def close(self) -> None:
@@ -130,7 +129,7 @@ class Access:
         self.grad_dtype.close()
         for flat in self._flats:
             for item in flat.param_views:
-                del item.parameter.flat, item.parameter.used  # type: ignore[attr-defined]
+                del item.parameter.flat  # type: ignore[attr-defined]
                 item.parameter.__class__ = nn.Parameter
 
     @contextlib.contextmanager
@@ -145,7 +144,7 @@ class Access:
         versions = [internals.version_of(parameter) for parameter in offloaded]
         for parameter in offloaded:
             if parameter.flat.mixed and torch.is_grad_enabled():
-                self.grad_dtype.note_use(parameter)
+                self.grad_dtype.note_use(parameter, parameter.flat)
         with ordinary(offloaded):
             yield
         for flat in dict.fromkeys(parameter.flat for parameter in offloaded):
@@ -242,8 +241,9 @@ class Access:
         """
         found = offloaded_in(args, kwargs)
         if all([isinstance(tensor, OffloadedParameter) and tensor.flat.summoned for tensor in found.values()]):
-            if func is torch.autograd.grad:
-                self._check_graph(args[0])
+            outputs = internals.tree_leaves(args[0]) if func is torch.autograd.grad else ()
+            if any([isinstance(output, Tensor) and not output.requires_grad for output in outputs]):
+                self._grads.check_graphs()  # they may be gradients, or results of them
             return func(*args, **kwargs)
         self.prefetcher.check_caller()
         one = next(iter(found.values()))
@@ -278,7 +278,7 @@ class Access:
                 case Kind.HOOK:
                     self._watched()
                     if isinstance(first, OffloadedParameter):
-                        self.grad_dtype.add_hooked(first)
+                        self.grad_dtype.add_hooked(first, first.flat)
                     return func(*args, **kwargs)
                 case Kind.FREEZE:
                     if type(first) is OffloadedView and (args[1:] or (kwargs.get("requires_grad", True),))[0]:
@@ -310,7 +310,7 @@ class Access:
                 if tensor.graph.freed:
                     raise not_followed(tensor.source.name)
             elif func is torch.autograd.grad and tensor.flat.mixed and not tensor.source.whole:
-                if not self.grad_dtype.sum_in_fp32(tensor):
+                if not self.grad_dtype.sum_in_fp32(tensor, tensor.flat):
                     raise RuntimeError(
                         f"`torch.autograd.grad` with respect to {tensor.source.name}, which is offloaded and has 16 "
                         "bits on the device, would return a gradient of 16 bits. Call `backward` and read `.grad`, set "
@@ -318,14 +318,6 @@ class Access:
                     )
         with references_saved():
             return differentiate(func, args, kwargs)
-
-    def _check_graph(self, outputs: Any) -> None:
-        """Raises RuntimeError if `outputs` may be gradients, or results of them, whose graph was freed."""
-        lost = any(
-            [isinstance(output, Tensor) and not output.requires_grad for output in internals.tree_leaves(outputs)]
-        )
-        if lost and (name := self._grads.without_graph()) is not None:
-            raise not_followed(name)
 
     def _operate(
         self,
@@ -345,7 +337,7 @@ class Access:
         if kind is Kind.MATMUL and computing:
             for arg in (*args, *kwargs.values()):  # autocast casts a weight twice that it is given twice
                 if type(arg) is OffloadedParameter and arg.requires_grad and _rounds(arg, kind):
-                    self.grad_dtype.note_use(arg)
+                    self.grad_dtype.note_use(arg, arg.flat)
         statistics = offloaded_in(running_statistics(func, args, kwargs))
         with self._values(found, statistics.values(), computing=computing, kind=kind) as values, references_saved():
             given, named = substitute(args, values), substitute(kwargs, values)
@@ -438,7 +430,7 @@ class Access:
             if computing and tensor.requires_grad:
                 if source.in_flat_memory and kind is not Kind.STRIDED:
                     return tensor
-                if source.flat.mixed and not self.grad_dtype.sum_in_fp32(tensor):
+                if source.flat.mixed and not self.grad_dtype.sum_in_fp32(tensor, source.flat):
                     self.grad_dtype.sum_on_host(source.flat)
                 return WholeWeight.of(tensor, source)
         if computing and tensor.requires_grad:

@@ -7,7 +7,14 @@ from collections.abc import Callable, Iterator, Mapping
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ssd.model_states.access.parameter import AliasGraph, OffloadedView, OperatorAccess, Source, hollow
+from lightning_ssd.model_states.access.parameter import (
+    AliasGraph,
+    OffloadedView,
+    OperatorAccess,
+    Source,
+    hollow,
+    not_followed,
+)
 from lightning_ssd.model_states.access.torch_functions import Kind
 from lightning_ssd.model_states.gradients import Gradient, GradientOffloader, GradientState
 from lightning_ssd.model_states.stores import write_changed
@@ -134,14 +141,11 @@ class GradientAccess:
         gradient.assign(index, values)
         self.offloader.norms.remeasure(flat, [index])
 
-    def without_graph(self) -> str | None:
-        """Returns the name of a gradient that autograd could differentiate in plain training, if there is one."""
-        names = (
-            f"the gradient of {flat.param_views[index].name}"
-            for flat, gradient in self._gradients.items()
-            for index in gradient.followed
-        )
-        return next(names, None)
+    def check_graphs(self) -> None:
+        """Raises RuntimeError if autograd could differentiate a gradient in plain training."""
+        for flat, gradient in self._gradients.items():
+            for index in gradient.followed:
+                raise not_followed(f"the gradient of {flat.param_views[index].name}")
 
     def add(self, flat: FlatParameter, index: int, values: Tensor) -> None:
         """Adds `values` to the gradient of a parameter in fp32, unless the running backward ignores it.

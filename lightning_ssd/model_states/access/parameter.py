@@ -4,11 +4,10 @@ Most uses of an offloaded parameter are in its unit's forward, whose hook has pr
 run directly. Every other operator on an offloaded parameter is run by its `Access`.
 """
 
-import contextlib
 import sys
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from threading import get_ident
 from typing import Any, Protocol, cast
 
@@ -26,6 +25,7 @@ from lightning_ssd.activations import (
 )
 from lightning_ssd.device import refuse_access
 from lightning_ssd.model_states.access.autograd_forwards import is_given_to_forward
+from lightning_ssd.model_states.access.grad_dtype import GradDtype
 from lightning_ssd.model_states.access.references import references_saved
 from lightning_ssd.model_states.access.torch_functions import KINDS, Kind, kind_of, running_statistics
 from lightning_ssd.model_states.stores import StagedFlats
@@ -104,14 +104,12 @@ class OffloadedParameter(_RunsOperators, TrainedParameter):
 
     Attributes:
         flat: flat parameter that it is a view of.
-        used: number of the graph that its 16-bit weights were last used in, in mixed precision.
     """
 
     _DIRECT = (Kind.METADATA,)
-    _OWN = ("flat", "source", "used")
+    _OWN = ("flat", "source")
 
     flat: FlatParameter
-    used: int
     byte_offset = 0
     versioned = True
 
@@ -200,7 +198,7 @@ class OffloadedView(_RunsOperators, Tensor):
 
     def _mark(self) -> None:
         """Has autograd save references in place of the view, which has no memory."""
-        mark_offloaded(storage_of(self), AliasReferences(self.source, self.byte_offset, versioned=self.versioned))
+        mark_offloaded(storage_of(self), AliasReferences(self.source, self.byte_offset))
 
     def release(self, *, keep: bool) -> None:
         """Ends the forward that has backed the view: operators of torch read the present values from now on.
@@ -271,10 +269,11 @@ class Source(ABC):
     Args:
         flat: flat parameter of the parameter that the values belong to.
         index: index of the parameter in `flat`.
+        name: names the values in messages; None: by the name of the parameter.
     """
 
-    def __init__(self, access: "OperatorAccess", flat: FlatParameter, index: int, name: str) -> None:
-        self.name = name
+    def __init__(self, access: "OperatorAccess", flat: FlatParameter, index: int, name: str | None = None) -> None:
+        self.name = name or flat.param_views[index].name
         self.aliases: weakref.WeakSet[OffloadedView] = weakref.WeakSet()
         """Views of the values that user code references."""
         self.move(access, flat, index)
@@ -334,20 +333,11 @@ class Source(ABC):
             torch.autograd.graph.increment_version(self.item.parameter)
 
 
-class GradSums(Protocol):
-    """The part of `GradDtype` that offloaded tensors and their sources use; see there."""
-
-    @property
-    def summed_on_host(self) -> Container[FlatParameter]: ...
-    def note_use(self, parameter: OffloadedParameter) -> None: ...
-    def sum_in_fp32(self, parameter: OffloadedParameter) -> bool: ...
-
-
 class OperatorAccess(Protocol):
     """The part of `Access` that offloaded tensors and their sources use; see there."""
 
     @property
-    def grad_dtype(self) -> GradSums: ...
+    def grad_dtype(self) -> GradDtype: ...
     @property
     def prefetcher(self) -> ParamPrefetcher: ...
     @property
@@ -368,13 +358,11 @@ class AliasReferences:
 
     Args:
         start: offset of the storage in the source, bytes.
-        versioned: as the attribute of the view.
     """
 
-    def __init__(self, source: Source, start: int = 0, *, versioned: bool) -> None:
+    def __init__(self, source: Source, start: int = 0) -> None:
         self._source = source
         self._start = start
-        self._versioned = versioned
 
     def save(self, tensor: Tensor) -> SavedWeight:
         if isinstance(tensor, OffloadedView) and not tensor.backed:
@@ -382,7 +370,7 @@ class AliasReferences:
         with internals.without_torch_function():
             offset = self._start + int(tensor.storage_offset()) * tensor.itemsize
             memory = as_non_view(tensor, backed=False)
-        view = OffloadedView.make(self._source, offset, memory, versioned=self._versioned, backed=False)
+        view = OffloadedView.make(self._source, offset, memory, versioned=True, backed=False)
         return _SavedTensor(view)
 
 
@@ -393,22 +381,20 @@ class _SavedTensor(SavedWeight):
 
     def __init__(self, tensor: OffloadedTensor) -> None:
         self._tensor = tensor
-        self._counter = tensor.source.item.parameter if tensor.versioned else None
-        self._version = 0 if self._counter is None else internals.version_of(self._counter)
+        self._counter = tensor.source.item.parameter if tensor.versioned else tensor
+        self._version = internals.version_of(self._counter)
 
     def load(self) -> Tensor:
         tensor = self._tensor
-        if self._counter is not None:
-            check_version(self._counter, self._version, tensor.dtype, tensor.size())
+        check_version(self._counter, self._version, tensor.dtype, tensor.size())
         return tensor.source.access.values(tensor) if isinstance(tensor, OffloadedTensor) else tensor.detach()
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     """Applies an autograd function to tensors that no transform of `torch.func` maps, outside of the transforms."""
-    outside: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    if internals.innermost_transform() is not None:
-        outside = internals.without_transforms()
-    with outside:
+    if internals.innermost_transform() is None:
+        return cast(Tensor, function.apply(*args))
+    with internals.without_transforms():
         return cast(Tensor, function.apply(*args))
 
 
@@ -563,7 +549,7 @@ def _follow(result: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     if not _shares_weights(result):
         return result
     found = offloaded_in(args, kwargs)
-    return access_of(args, kwargs).wrap(result, found, found)
+    return next(iter(found.values())).source.access.wrap(result, found, found)
 
 
 def _shares_weights(result: Any) -> bool:
@@ -620,7 +606,7 @@ def _in_forward(values: Iterable[Any], kind: Kind) -> bool:
                 if not (kind is Kind.MATMUL and autocast_to(flat.dtype, flat.device)):
                     return False
                 if value.requires_grad and torch.is_grad_enabled():
-                    value.source.access.grad_dtype.note_use(value)
+                    value.source.access.grad_dtype.note_use(value, flat)
             if kind is Kind.OPERATOR and not value.requires_grad:
                 return False
         elif issubclass(of, OffloadedView):
@@ -686,13 +672,10 @@ def _note_function(args: Any, kwargs: Mapping[str, Any]) -> None:
     Raises:
         RuntimeError: the function was given a tensor whose graph was freed, for which its backward would not run.
     """
+    frame = sys._getframe(2)
     for value in offloaded_in(args, kwargs).values():
-        lost = isinstance(value, OffloadedView) and value.graph.freed
-        rounded = isinstance(value, OffloadedParameter) and value.flat.mixed and value.requires_grad
-        if not (lost or rounded) or torch.is_inference_mode_enabled():
-            continue
-        if not is_given_to_forward(value, sys._getframe(2)):
-            continue
-        if isinstance(value, OffloadedView):
-            raise not_followed(value.source.name)
-        value.source.access.grad_dtype.sum_in_fp32(value)
+        differs = value.graph.freed if isinstance(value, OffloadedView) else value.flat.mixed and value.requires_grad
+        if differs and not torch.is_inference_mode_enabled() and is_given_to_forward(value, frame):
+            if isinstance(value, OffloadedView):
+                raise not_followed(value.source.name)
+            value.source.access.grad_dtype.sum_in_fp32(value, value.flat)

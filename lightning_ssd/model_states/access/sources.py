@@ -10,18 +10,14 @@ from lightning_ssd.activations import mark_offloaded
 from lightning_ssd.model_states.access.parameter import (
     AliasReferences,
     OffloadedParameter,
-    OperatorAccess,
     Source,
 )
 from lightning_ssd.model_states.stores import write_changed
-from lightning_ssd.model_states.units import FlatParameter, SharedMemory
+from lightning_ssd.model_states.units import SharedMemory
 
 
 class Weights(Source):
     """The weights of one parameter."""
-
-    def __init__(self, access: OperatorAccess, flat: FlatParameter, index: int) -> None:
-        super().__init__(access, flat, index, flat.param_views[index].name)
 
     @property
     def whole(self) -> bool:
@@ -52,7 +48,7 @@ class Weights(Source):
             return self.read()
         if self.index not in flat.forward_values:
             values = flat.forward_values[self.index] = self.read()
-            mark_offloaded(values.untyped_storage(), AliasReferences(self, versioned=True))
+            mark_offloaded(values.untyped_storage(), AliasReferences(self))
         return flat.forward_values[self.index]
 
     def write(self, values: Tensor) -> None:

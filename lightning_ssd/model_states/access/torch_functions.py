@@ -58,11 +58,8 @@ def kind_of(func: Callable[..., Any]) -> Kind:
     """Returns the kind of a function for which torch has called `__torch_function__`."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
-        attribute = cast(Any, func).__self__.__name__
-        if name == "__get__":
-            kind = _GETTERS.get(attribute, Kind.METADATA)
-        else:
-            kind = _SETTERS.get(attribute, Kind.METADATA)
+        kinds = _GETTERS if name == "__get__" else _SETTERS
+        kind = kinds.get(cast(Any, func).__self__.__name__, Kind.METADATA)
     elif name in _NAMES:
         kind = _NAMES[name]
     elif (name.endswith("_") and not name.endswith("__")) or name in _WRITING_DUNDERS:
