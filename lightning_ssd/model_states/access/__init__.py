@@ -1,4 +1,4 @@
-"""Reads and writes of offloaded parameters, gradients and optimizer states by user code.
+"""Reads and writes of offloaded parameters and gradients by user code.
 
 The modules, in the order in which they are best read:
 

@@ -1,4 +1,4 @@
-"""Runs operators on offloaded parameters, gradients and optimizer states outside of a unit's own forward.
+"""Runs operators on offloaded parameters and gradients outside of a unit's own forward.
 
 An operator reads the same values as in plain training: those of the last step that was begun, whole, in the dtype and
 on the device of the plain tensor. Its writes are stored in the master weights (or the gradient on the host) before the
@@ -14,8 +14,8 @@ operator returns, after the steps that have begun and before the next one.
   through, as aliases do in plain training. In the forward of the weight's own module a view is backed: it has the flat
   parameter's memory until that forward ends, and kernels of user code may read it.
 
-Every function of torch on an offloaded tensor passes through `Access`. The tensor classes are in `parameter`, the
-effects of functions in `torch_functions`, their arguments in `operands`, and the values in `sources`.
+The tensor classes, in `parameter`, pass each function of torch to `Access` that they do not run directly. The effects
+of functions are in `torch_functions`, their arguments in `operands`, and the values in `sources`.
 
 Threads: the training thread, and autograd's while the training thread waits in `backward`; never two at a time. `run`
 and `grad` refuse others.
@@ -142,9 +142,6 @@ class Access:
         """
         offloaded = [parameter for parameter in parameters if isinstance(parameter, OffloadedParameter)]
         versions = [internals.version_of(parameter) for parameter in offloaded]
-        for parameter in offloaded:
-            if parameter.flat.mixed and torch.is_grad_enabled():
-                self.grad_dtype.note_use(parameter, parameter.flat)
         with ordinary(offloaded):
             yield
         for flat in dict.fromkeys(parameter.flat for parameter in offloaded):

@@ -150,7 +150,7 @@ class AliasGraph:
 
 
 class OffloadedView(_RunsOperators, Tensor):
-    """A tensor that in plain training shares memory with a parameter, gradient or optimizer state, such as `p.data`.
+    """A tensor that in plain training shares memory with a parameter or gradient, such as `p.data`.
 
     Operators read the present values of the source, and writes are stored there. The view has no memory of its own,
     except in the forward of the weight's module: kernels of user code, which torch does not report, read it there.
