@@ -470,8 +470,9 @@ class Access:
         originals = {id(value): found[key] for key, value in values.items()}
         sources = {id(tensor.source): tensor.source for tensor in found.values()}
         versioned = all([tensor.versioned for tensor in found.values()])
-        # A source without values in `_bases` has an argument whose own memory the operator has used.
-        bases = {key: self._bases[key] if key in self._bases else one.base() for key, one in sources.items()}
+        with internals.without_dispatch():  # no operators of the user, which modes would report
+            # A source without values in `_bases` has an argument whose own memory the operator has used.
+            bases = {key: self._bases[key] if key in self._bases else one.base() for key, one in sources.items()}
         views = {key: tensor for key, tensor in found.items() if isinstance(tensor, OffloadedView)}
         graphs = {id(tensor.source): tensor.graph for tensor in views.values()}
         graphs_of_values = {id(values[key]): tensor.graph for key, tensor in views.items()}
