@@ -126,7 +126,6 @@ _INTERFACES = {
         "torch._C._set_throw_on_mutable_data_ptr",
         "refuse C++ reads of states that are not loaded",
     ),
-    "parse_to": ("torch._C._nn._parse_to", "find whether `Tensor.to` returns its argument"),
     "FakeTensor": ("torch._subclasses.fake_tensor.FakeTensor", "recognize traces of Dynamo and dry runs"),
     "fake_tensor": ("torch._subclasses.fake_tensor", "run a training on tensors without memory"),
     "AsyncCollectiveTensor": (
@@ -187,7 +186,6 @@ storage_use_count: Callable[[int], int]
 may_overlap: Callable[[Tensor], int]
 swap_tensor: Callable[[Tensor, Tensor], None]
 refuse_data_pointer: Callable[[Tensor], None]
-parse_to: Callable[..., tuple[torch.device | None, torch.dtype | None, bool, torch.memory_format | None]]
 make_wrapper: Callable[..., Any]
 BatchNorm: type[torch.nn.Module]
 Convolution: type[torch.nn.Module]

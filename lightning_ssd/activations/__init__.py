@@ -77,4 +77,5 @@ from lightning_ssd.activations.weights import (
     offloaded_weights,
     storage_of,
     unmark_offloaded,
+    weights_of,
 )

@@ -65,7 +65,7 @@ from lightning_ssd.activations.record import (
 from lightning_ssd.activations.tier import OffloadTier, StoredCopy, TierTrimmer
 from lightning_ssd.activations.unit_dispatch_mode import in_backward
 from lightning_ssd.activations.untraced import untraced
-from lightning_ssd.activations.weights import OffloadedWeights, offloaded_weights
+from lightning_ssd.activations.weights import OffloadedWeights, weights_of
 from lightning_ssd.activations.wrappers import SavedWrapper
 from lightning_ssd.device import CopyEngine, make_clock
 from lightning_ssd.sizes import format_bytes
@@ -416,7 +416,7 @@ class ActivationOffloader(Uncopied):
                     return self._pack(tensor, decide(tensor, self._rules))
         if isinstance(tensor, internals.FakeTensor) or internals.is_traced():
             return _keep(tensor)  # the trace follows tensors through all operators, and backward is a part of it
-        if (weights := _weights_of(tensor)) is not None:
+        if (weights := weights_of(tensor)) is not None:
             with internals.without_dispatch():
                 return weights.save(tensor)  # its class answers for its dtype, unless a caller has disabled functions
         # Without dispatch, a detached wrapper would be a tensor of no bytes.
@@ -434,7 +434,7 @@ class ActivationOffloader(Uncopied):
         if type(tensor) in PLAIN and tensor.layout is torch.strided and not internals.count_function_modes():
             weights: OffloadedWeights | None = getattr(tensor.untyped_storage(), OFFLOADED_WEIGHTS, None)
         else:
-            weights = _weights_of(tensor)
+            weights = weights_of(tensor)
         # Modes of the user do not see the hook's operators.
         if internals.count_dispatch_modes() and not (isinstance(tensor, internals.FakeTensor) or internals.is_traced()):
             with internals.without_any_torch_function(), internals.without_dispatch_modes():
@@ -671,12 +671,6 @@ def _check_process(rules: Rules) -> None:
             "a forked process calls backward on a graph of the training process, whose saved tensors and weights "
             "are offloaded by threads of that process. Compute the loss in the forked process, too."
         )
-
-
-def _weights_of(tensor: Tensor) -> OffloadedWeights | None:
-    """Returns the offloaded weights of which a tensor of any class is a part, or None."""
-    with internals.without_any_torch_function():
-        return offloaded_weights(tensor.untyped_storage()) if tensor.layout is torch.strided else None
 
 
 def _innermost() -> tuple[object, object]:

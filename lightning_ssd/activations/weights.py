@@ -59,6 +59,12 @@ def offloaded_weights(storage: torch.UntypedStorage) -> OffloadedWeights | None:
     return getattr(storage, OFFLOADED_WEIGHTS, None)
 
 
+def weights_of(tensor: Tensor) -> OffloadedWeights | None:
+    """Returns the offloaded weights of which a tensor of any class is a part, or None."""
+    with internals.without_any_torch_function():
+        return offloaded_weights(tensor.untyped_storage()) if tensor.layout is torch.strided else None
+
+
 def is_weight(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
     """Returns whether `tensor`, over `storage`, is a parameter or buffer, a view of one, or autocast's cast of one.
 

@@ -198,7 +198,6 @@ class ModelStates(Uncopied):
             nbytes.device,
             self._staged.unstage_for,
             self._staged.pull,
-            setup.config.overlap,
         )
         # Gradients.
         shared = {} if ranks is None else ranks.gradients
@@ -274,7 +273,6 @@ class ModelStates(Uncopied):
             self._grad_dtype,
             self._grads,
             begin_change=self._begin_change,
-            add_grad=arrivals.add,
             watched=self.running.defer_next,
         )
         self._grads.access = self._access
@@ -359,7 +357,7 @@ class ModelStates(Uncopied):
     def begin(self, kind: Literal["train", "evaluate"]) -> None:
         """Begins a micro-batch: a forward with a backward ("train") or without."""
         self._staged.unstage()
-        self._grads.hide(False)  # after a step that failed
+        self._grads.hidden = False  # after a step that failed
         self._changed = False
         if self._reduction is not None:
             self._reduction.begin_micro_batch()
@@ -473,7 +471,7 @@ class ModelStates(Uncopied):
             with self.full_grads(optimizer):
                 scaler.unscale_(optimizer)
             return
-        with self._grads.hidden():
+        with self._grads.hide():
             scaler.unscale_(optimizer)
         if not scaler.is_enabled():
             self.decision.reset_checks()
@@ -513,7 +511,7 @@ class ModelStates(Uncopied):
         optimizer = getattr(optimizer, "optimizer", optimizer)  # of Lightning's wrapper
         if optimizer in self._optimizers and self._clipping.is_known(optimizer, algorithm, limit):
             self.end_backward(by_user=True)
-            with self._grads.hidden():
+            with self._grads.hide():
                 self._clipping.clip(optimizer, algorithm, limit)
             return
         parameters = (parameter for parameter in parameters_of(optimizer))  # torch warns of an empty generator
@@ -529,7 +527,7 @@ class ModelStates(Uncopied):
         """Drops the offloaded gradients of `optimizer`, or makes them zero."""
         self._prefetcher.check_caller()
         self.steps.check_may_drop(optimizer)
-        self._grads.zero(self.offloaded.groups, optimizer, set_to_none)
+        self._grads.zero(optimizer, set_to_none)
         self._clipping.drop(optimizer)
         self.decision.reset_checks()
 

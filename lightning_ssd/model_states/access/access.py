@@ -1,4 +1,4 @@
-"""Runs operators on offloaded parameters, gradients and optimizer states outside of a unit's own forward.
+"""Runs operators on offloaded parameters and gradients outside of a unit's own forward.
 
 An operator reads the same values as in plain training: those of the last step that was begun, whole, in the dtype and
 on the device of the plain tensor. Its writes are stored in the master weights (or the gradient on the host) before the
@@ -14,8 +14,8 @@ operator returns, after the steps that have begun and before the next one.
   through, as aliases do in plain training. In the forward of the weight's own module a view is backed: it has the flat
   parameter's memory until that forward ends, and kernels of user code may read it.
 
-Every function of torch on an offloaded tensor passes through `Access`. The tensor classes are in `parameter`, the
-effects of functions in `torch_functions`, their arguments in `operands`, and the values in `sources`.
+The tensor classes, in `parameter`, pass each function of torch to `Access` that they do not run directly. The effects
+of functions are in `torch_functions`, their arguments in `operands`, and the values in `sources`.
 
 Threads: the training thread, and autograd's while the training thread waits in `backward`; never two at a time. `run`
 and `grad` refuse others.
@@ -24,7 +24,6 @@ and `grad` refuse others.
 import contextlib
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -39,9 +38,7 @@ from lightning_ssd.model_states.access.operands import (
     differentiate,
     geometry,
     offset_in,
-    plain_dtype,
     substitute,
-    written_argument,
 )
 from lightning_ssd.model_states.access.parameter import (
     FollowedValues,
@@ -60,6 +57,7 @@ from lightning_ssd.model_states.access.parameter import (
     not_followed,
     offloaded_in,
     recomputed,
+    share_all,
     without_graph,
 )
 from lightning_ssd.model_states.access.references import references_saved
@@ -81,7 +79,6 @@ class Access:
         grad_dtype: sums gradients of 16-bit weights in fp32.
         grads: reads and assigns their gradients.
         begin_change: called before weights of a flat parameter change; raises RuntimeError if they may not.
-        add_grad: adds a gradient in fp32.
         watched: called when user code registers a hook that may read gradients.
     """
 
@@ -94,15 +91,14 @@ class Access:
         grads: GradientAccess,
         *,
         begin_change: Callable[[FlatParameter], None],
-        add_grad: Callable[[FlatParameter, int, Tensor], None],
         watched: Callable[[], None],
     ) -> None:
         self.prefetcher = prefetcher
         self.staged = staged
         self.grad_dtype = grad_dtype
         self.begin_change = begin_change
+        self.add_grad = grads.add
         self._grads = grads
-        self.add_grad = add_grad
         self._watched = watched
         self._versions: dict[FlatParameter, list[int]] = {}
         """Version counters of the parameters whose compute weights a running forward has, before it."""
@@ -119,11 +115,10 @@ class Access:
                 item.parameter.__class__ = OffloadedParameter
                 assert isinstance(item.parameter, OffloadedParameter)
                 item.parameter.flat = flat
-                earlier = vars(item.parameter).get("source")
-                item.parameter.source = Weights(self, flat, index)
-                if earlier is not None:  # the states were moved
-                    earlier.replace(item.parameter.source)
-                item.parameter.used = 0
+                if (source := vars(item.parameter).get("source")) is None:
+                    item.parameter.source = Weights(self, flat, index)
+                else:  # the states were moved
+                    source.move(self, flat, index)
         self.grad_dtype.open()
 
     def close(self) -> None:
@@ -134,7 +129,7 @@ class Access:
         self.grad_dtype.close()
         for flat in self._flats:
             for item in flat.param_views:
-                del item.parameter.flat, item.parameter.used  # type: ignore[attr-defined]
+                del item.parameter.flat  # type: ignore[attr-defined]
                 item.parameter.__class__ = nn.Parameter
 
     @contextlib.contextmanager
@@ -146,12 +141,7 @@ class Access:
                 shared with a weight.
         """
         offloaded = [parameter for parameter in parameters if isinstance(parameter, OffloadedParameter)]
-        for flat in {parameter.flat: None for parameter in offloaded}:
-            self.staged.pull(flat)
         versions = [internals.version_of(parameter) for parameter in offloaded]
-        for parameter in offloaded:
-            if parameter.flat.mixed and torch.is_grad_enabled():
-                self.grad_dtype.note_use(parameter)
         with ordinary(offloaded):
             yield
         for flat in dict.fromkeys(parameter.flat for parameter in offloaded):
@@ -163,11 +153,11 @@ class Access:
         for parameter, version in zip(offloaded, versions, strict=True):
             if internals.version_of(parameter) == version:
                 continue
-            weights = _weights(parameter)
-            if weights.flat.mixed:
-                raise _changed_by_compiled(weights.name)
+            source = parameter.source
+            if source.flat.mixed:
+                raise _changed_by_compiled(source.name)
             with torch.no_grad():
-                weights.write(weights.read())
+                source.write(source.read())
 
     @contextlib.contextmanager
     def whole(self, owners: Sequence[tuple[nn.Module, str]]) -> Iterator[None]:
@@ -238,9 +228,7 @@ class Access:
         self.prefetcher.check_caller()
         if internals.compile_context() is not None:
             raise _in_compiled_code(parameter)
-        weights = parameter.source
-        assert isinstance(weights, Weights)
-        return self._grads.get(weights.flat, weights.index)
+        return self._grads.get(parameter.flat, parameter.source.index)
 
     def run(self, kind: Kind, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Runs `func`, which was called with offloaded tensors.
@@ -250,45 +238,44 @@ class Access:
         """
         found = offloaded_in(args, kwargs)
         if all([isinstance(tensor, OffloadedParameter) and tensor.flat.summoned for tensor in found.values()]):
-            if func is torch.autograd.grad:
-                self._check_graph(args[0] if args else kwargs.get("outputs"))
+            outputs = internals.tree_leaves(args[0]) if func is torch.autograd.grad else ()
+            if any([isinstance(output, Tensor) and not output.requires_grad for output in outputs]):
+                self._grads.check_graphs()  # they may be gradients, or results of them
             return func(*args, **kwargs)
         self.prefetcher.check_caller()
+        one = next(iter(found.values()))
         if internals.compile_context() is not None:
-            raise _in_compiled_code(next(iter(found.values())))
+            raise _in_compiled_code(one)
         if func is torch.autograd.grad or func is torch.autograd.backward:
             return self._differentiate(func, args, kwargs, found.values())
         first = args[0] if args else None
         if func is Tensor.share_memory_:
-            name = next(iter(found.values())).source.name
             raise RuntimeError(
-                f"`share_memory_` would move {name}, which is offloaded, to memory of other processes, which would not "
-                "see its later values. Call it before `fit`, or send other processes a `.clone()`."
+                f"`share_memory_` would move {one.source.name}, which is offloaded, to memory of other processes, "
+                "which would not see its later values. Call it before `fit`, or send other processes a `.clone()`."
             )
         if isinstance(first, OffloadedView) and _is_kept(func, first, args[1:], kwargs):
             return first
         if func is Tensor.detach_ and isinstance(first, OffloadedView) and first.graph.freed:
-            first.source.note_graph(first, exists=False)
+            first.graph.freed = False
             return first
         if isinstance(first, OffloadedTensor):
-            parameter = first if isinstance(first, OffloadedParameter) else None
             match kind:
                 case Kind.ALIAS:
                     return self._alias(first, versioned=func is Tensor.detach)
                 case Kind.DTYPE:
-                    like = torch.empty_strided(first.size(), first.stride(), dtype=plain_dtype(first), device="meta")
+                    like = torch.empty_strided(first.size(), first.stride(), dtype=first.plain_dtype, device="meta")
                     return func(like, *args[1:], **kwargs)
                 case Kind.SET_DATA:
                     return self._set_data(first, args[1])
-                case Kind.SET_GRAD if parameter is not None:
-                    gradient = args[1] if len(args) > 1 else None
-                    return self._grads.set(_weights(parameter).flat, _weights(parameter).index, gradient)
+                case Kind.SET_GRAD if isinstance(first, OffloadedParameter):
+                    return self._grads.set(first.flat, first.source.index, args[1] if len(args) > 1 else None)
                 case Kind.GET_GRAD | Kind.SET_GRAD:
                     return func(*args, **kwargs)
                 case Kind.HOOK:
                     self._watched()
-                    if parameter is not None:
-                        self.grad_dtype.add_hooked(parameter)
+                    if isinstance(first, OffloadedParameter):
+                        self.grad_dtype.add_hooked(first, first.flat)
                     return func(*args, **kwargs)
                 case Kind.FREEZE:
                     if type(first) is OffloadedView and (args[1:] or (kwargs.get("requires_grad", True),))[0]:
@@ -299,8 +286,7 @@ class Access:
                         )
                     return func(*args, **kwargs)
                 case Kind.OFFSET:
-                    of_view = first.offset if isinstance(first, OffloadedView) else 0
-                    return (first.source.origin + of_view) // first.itemsize
+                    return (first.source.origin + first.byte_offset) // first.itemsize
                 case Kind.ADDRESS | Kind.STORAGE:
                     return func(self._addressed(kind, func, first), *args[1:], **kwargs)
                 case Kind.EXPORT:
@@ -310,22 +296,25 @@ class Access:
     def _differentiate(
         self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], found: Collection[OffloadedTensor]
     ) -> Any:
-        """Runs `torch.autograd.grad` or `backward`, which was called with the tensors `found`."""
+        """Runs `torch.autograd.grad` or `backward`, which was called with the tensors `found`.
+
+        Raises:
+            RuntimeError: autograd can't follow a tensor, or torch has no `Tensor.grad_dtype`, by which `grad` returns
+                gradients of 16-bit weights in fp32.
+        """
         for tensor in found:
-            if isinstance(tensor, OffloadedView) and tensor.graph.freed:
-                raise not_followed(tensor.source.name)
-        if func is torch.autograd.grad:
-            self._use_full_precision(found)
+            if isinstance(tensor, OffloadedView):
+                if tensor.graph.freed:
+                    raise not_followed(tensor.source.name)
+            elif func is torch.autograd.grad and tensor.flat.mixed and not tensor.source.whole:
+                if not self.grad_dtype.sum_in_fp32(tensor, tensor.flat):
+                    raise RuntimeError(
+                        f"`torch.autograd.grad` with respect to {tensor.source.name}, which is offloaded and has 16 "
+                        "bits on the device, would return a gradient of 16 bits. Call `backward` and read `.grad`, set "
+                        "`states='gpu'`, or use torch 2.10 or later."
+                    )
         with references_saved():
             return differentiate(func, args, kwargs)
-
-    def _check_graph(self, outputs: Any) -> None:
-        """Raises RuntimeError if `outputs` may be gradients, or results of them, whose graph was freed."""
-        lost = any(
-            [isinstance(output, Tensor) and not output.requires_grad for output in internals.tree_leaves(outputs)]
-        )
-        if lost and (name := self._grads.without_graph()) is not None:
-            raise not_followed(name)
 
     def _operate(
         self,
@@ -335,14 +324,17 @@ class Access:
         kwargs: Mapping[str, Any],
         found: dict[int, OffloadedTensor],
     ) -> Any:
-        written = written_argument(args, kwargs) if kind is Kind.WRITE else ()
+        # The argument that a function of this kind changes is the first one, which may be passed by name.
+        written = args[:1] or [kwargs.get(name) for name in ("input", "self", "tensor")] if kind is Kind.WRITE else ()
         # False for `x += p`, which writes to a tensor of the user, and which autograd follows.
         writes = bool(offloaded_in(written, kwargs.get("out")))
         computing = torch.is_grad_enabled() and not writes
         if writes and kind is Kind.MATMUL:
             kind = Kind.WRITE  # autocast casts nothing for `out`
         if kind is Kind.MATMUL and computing:
-            self._note_repeated((*args, *kwargs.values()))
+            for arg in (*args, *kwargs.values()):  # autocast casts a weight twice that it is given twice
+                if type(arg) is OffloadedParameter and arg.requires_grad and _rounds(arg, kind):
+                    self.grad_dtype.note_use(arg, arg.flat)
         statistics = offloaded_in(running_statistics(func, args, kwargs))
         with self._values(found, statistics.values(), computing=computing, kind=kind) as values, references_saved():
             given, named = substitute(args, values), substitute(kwargs, values)
@@ -352,7 +344,7 @@ class Access:
                 return func(*given, **named)
             nodes = {key: value.grad_fn for key, value in values.items()}
             versions = {key: internals.version_of(value) for key, value in values.items()}
-            shapes = {key: geometry(value) for key, value in values.items()}
+            shapes = {key: geometry(value) for key, value in values.items() if writes}
             try:
                 result = func(*given, **named)
             except BaseException:
@@ -365,21 +357,21 @@ class Access:
                 raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
             if writes and not changed:  # some kernels do not increment versions (`torch._fused_adamw_`)
                 changed = list(values)
-            for key in values if writes else ():
-                if geometry(values[key]) != shapes[key]:
+            for key, shape in shapes.items():
+                if geometry(values[key]) != shape:
                     raise RuntimeError(
                         f"`{func.__name__}` gives {found[key].source.name}, which is offloaded, another shape or other "
                         "memory, which can't be done while it trains. Do it before `fit`, in `configure_model`."
                     )
             self._store(found, changed, statistics)
             for tensor in unfollowed.values():
-                if not isinstance(tensor, OffloadedView) or tensor.versioned:
+                if tensor.versioned or isinstance(tensor, OffloadedParameter):
                     raise RuntimeError(
                         f"`{func.__name__}` writes a tensor that requires a gradient to {tensor.source.name}, which is "
                         "offloaded, or to a view of it, and autograd can't follow that. Write to its `.data`, or "
                         "within `torch.no_grad()`."
                     )
-                tensor.source.note_graph(tensor, exists=True)  # `.data`, or a gradient, whose graph no parameter has
+                tensor.graph.freed = True  # `.data`, or a gradient, whose graph no parameter has
             return self.wrap(result, values, found)
 
     def _store(self, found: Mapping[int, OffloadedTensor], changed: Iterable[int], statistics: Iterable[int]) -> None:
@@ -388,7 +380,7 @@ class Access:
             for source in {id(found[key].source): found[key].source for key in (*changed, *statistics)}.values():
                 source.write(self.base(source))
             for tensor in map(found.__getitem__, changed):
-                if not isinstance(tensor, OffloadedView) or tensor.versioned:
+                if tensor.versioned:
                     tensor.source.changed()
 
     @contextlib.contextmanager
@@ -427,17 +419,15 @@ class Access:
     def _stand_in(self, tensor: OffloadedTensor, computing: bool, kind: Kind) -> Tensor:
         """Returns the argument of the running operator in place of `tensor`."""
         if isinstance(tensor, OffloadedParameter):
-            source = _weights(tensor)
+            source = tensor.source
             if source.whole:
                 return tensor
-            if source.flat.mixed and _rounds(tensor, kind):
-                if computing and tensor.requires_grad:
-                    self.grad_dtype.note_use(tensor)
+            if _rounds(tensor, kind):
                 return recomputed(tensor) if in_backward() else tensor
             if computing and tensor.requires_grad:
                 if source.in_flat_memory and kind is not Kind.STRIDED:
                     return tensor
-                if source.flat.mixed and not self.grad_dtype.sum_in_fp32(tensor):
+                if source.flat.mixed and not self.grad_dtype.sum_in_fp32(tensor, source.flat):
                     self.grad_dtype.sum_on_host(source.flat)
                 return WholeWeight.of(tensor, source)
         if computing and tensor.requires_grad:
@@ -445,15 +435,6 @@ class Access:
         if computing and isinstance(tensor, OffloadedView) and tensor.graph.freed:
             return without_graph(self._value(tensor), tensor.source.name)
         return self._value(tensor)
-
-    def _note_repeated(self, args: Sequence[Any]) -> None:
-        """Has gradients of 16-bit weights that a product is given twice summed in fp32: autocast casts each of them."""
-        given = [arg for arg in args if type(arg) is OffloadedParameter and arg.flat.mixed and arg.requires_grad]
-        if len(given) < 2:
-            return
-        for parameter, uses in Counter(given).items():
-            if uses > 1 and not _weights(parameter).whole and autocast_to(parameter.flat.dtype, parameter.flat.device):
-                self.grad_dtype.sum_in_fp32(parameter)
 
     def values(self, tensor: OffloadedTensor) -> Tensor:
         """Returns the present values of `tensor`, which no operator may change: they are the resident ones, or a copy.
@@ -474,14 +455,7 @@ class Access:
 
     def _value(self, tensor: OffloadedTensor) -> Tensor:
         with torch.inference_mode(False), torch.no_grad():
-            base = self.base(tensor.source)
-            if isinstance(tensor, OffloadedView):
-                start = base.storage_offset() * base.itemsize + tensor.offset
-                value = torch.empty(0, dtype=tensor.dtype, device=base.device).set_(
-                    base.untyped_storage(), start // tensor.itemsize, tensor.size(), tensor.stride()
-                )
-            else:
-                value = base.detach()
+            value = tensor.part_of(self.base(tensor.source))
         # Autograd refuses in-place writes as it does for a leaf, and `torch.matmul` chooses its kernel by this, also
         # where autograd records nothing.
         return value.requires_grad_(tensor.requires_grad)
@@ -495,12 +469,10 @@ class Access:
         """Returns `result` with tensors of `found` in place of their substitutes `values`, and of views of these."""
         originals = {id(value): found[key] for key, value in values.items()}
         sources = {id(tensor.source): tensor.source for tensor in found.values()}
-        versioned = all([not isinstance(tensor, OffloadedView) or tensor.versioned for tensor in found.values()])
-        bases = dict(self._bases)
-        for key, tensor in found.items():
-            if values[key] is tensor or isinstance(tensor, OffloadedParameter):
-                bases.setdefault(id(tensor.source), _own_memory(tensor))
-
+        versioned = all([tensor.versioned for tensor in found.values()])
+        with internals.without_dispatch():  # no operators of the user, which modes would report
+            # A source without values in `_bases` has an argument whose own memory the operator has used.
+            bases = {key: self._bases[key] if key in self._bases else one.base() for key, one in sources.items()}
         views = {key: tensor for key, tensor in found.items() if isinstance(tensor, OffloadedView)}
         graphs = {id(tensor.source): tensor.graph for tensor in views.values()}
         graphs_of_values = {id(values[key]): tensor.graph for key, tensor in views.items()}
@@ -515,51 +487,33 @@ class Access:
             for key, base in bases.items():
                 if (offset := offset_in(value, base)) is None:
                     continue
-                source = sources[key]
-                counted, backed = versioned and internals.is_view(value), source.backs_views  # no view: `unsafe_chunk`
+                source, backed = sources[key], sources[key].backs_views
+                counted = versioned and internals.is_view(value)  # not those of `unsafe_chunk`
                 graph = graphs_of_values.get(id(internals.base_of(value)), graphs.get(key))
                 if not value.requires_grad or (graph is not None and graph.freed):
                     memory = as_non_view(value, backed=backed)
                     return OffloadedView.make(source, offset, memory, versioned=counted, backed=backed, graph=graph)
-                if isinstance(source, Weights) and source.whole:
+                if source.whole:
                     return value
-                return FollowedView.follow(source, offset, value, versioned=counted, backed=backed)
+                memory = apply(FollowedValues, value, as_non_view(value, backed=backed))
+                return FollowedView.make(source, offset, memory, versioned=counted, backed=backed)
             return value
 
         return map_tensors(wrap, result)
 
     def _alias(self, tensor: OffloadedTensor, *, versioned: bool) -> OffloadedView:
         """Returns an alias of `tensor`, which autograd does not follow."""
-        offset = 0
-        if isinstance(tensor, OffloadedView):
-            offset, versioned = tensor.offset, versioned and tensor.versioned
         source, backed = tensor.source, tensor.source.backs_views
         if backed:
-            with self._values({id(tensor): tensor}, computing=False):
-                memory = as_non_view(self._value(tensor), backed=True)
+            memory = as_non_view(self.values(tensor), backed=True)
         else:
-            memory = hollow(tensor.size(), tensor.stride(), plain_dtype(tensor), tensor.device)
-        return OffloadedView.make(source, offset, memory, versioned=versioned, backed=backed)
-
-    def _use_full_precision(self, tensors: Iterable[OffloadedTensor]) -> None:
-        """Makes autograd return gradients of `tensors` in fp32, where the weights in the graph have 16 bits.
-
-        Raises:
-            RuntimeError: torch has no `Tensor.grad_dtype`.
-        """
-        for tensor in tensors:
-            if not isinstance(tensor, OffloadedParameter) or _weights(tensor).whole or not tensor.flat.mixed:
-                continue
-            if not self.grad_dtype.sum_in_fp32(tensor):
-                raise RuntimeError(
-                    f"`torch.autograd.grad` with respect to {tensor.source.name}, which is offloaded and has 16 bits "
-                    "on the device, would return a gradient of 16 bits. Call `backward` and read `.grad`, set "
-                    "`states='gpu'`, or use torch 2.10 or later."
-                )
+            memory = hollow(tensor.size(), tensor.stride(), tensor.plain_dtype, tensor.device)
+        versioned = versioned and tensor.versioned
+        return OffloadedView.make(source, tensor.byte_offset, memory, versioned=versioned, backed=backed)
 
     def _set_data(self, tensor: OffloadedTensor, data: Tensor) -> None:
         source = tensor.source
-        if data is tensor or (isinstance(data, OffloadedTensor) and _share_all(data, tensor)):
+        if share_all(data, tensor):
             return  # as by `p.grad.data += x`
         if isinstance(tensor, OffloadedView):
             raise RuntimeError(f"`.data` of a view of {source.name}, which is offloaded, can't be set. Use `copy_`.")
@@ -602,7 +556,7 @@ class Access:
             RuntimeError: the memory is freed after the call.
         """
         source = tensor.source
-        if not source.backs_views and not (isinstance(source, Weights) and source.whole):
+        if not source.backs_views and not source.whole:
             raise RuntimeError(
                 f"`{func.__name__}` of {source.name}, which is offloaded, gives an address that is not valid after the "
                 f"call. {_REMEDY}"
@@ -639,14 +593,10 @@ class Access:
                 f"`.data` of {sharing} can't share memory with {source.name}, which is offloaded. "
                 "Copy the values (`copy_`), or set a `.clone()` of them."
             )
-        before = self._bases
         with torch.inference_mode(False), torch.no_grad():
             with self.prefetcher.resident([] if source.whole else [source.flat], record=False):
-                self._bases = {id(source): source.share()}
-            try:
-                return self._value(tensor).detach()
-            finally:
-                self._bases = before
+                base = source.share()
+            return tensor.part_of(base)
 
 
 def _changed(values: Mapping[int, Tensor], versions: Mapping[int, int]) -> list[int]:
@@ -671,46 +621,21 @@ def _in_compiled_code(tensor: OffloadedTensor) -> RuntimeError:
     )
 
 
-_KEEPING = {Tensor.cpu: torch.device("cpu"), Tensor.float: torch.float32}
-"""Conversions that have no argument."""
+_CONVERSIONS = (Tensor.to, Tensor.cpu, Tensor.float)
 
 
 def _is_kept(func: Callable[..., Any], tensor: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Returns whether a conversion returns `tensor` itself, which needs no values: those of a gradient may be gone."""
-    if func in _KEEPING and not args and not kwargs:
-        return _KEEPING[func] in (tensor.device, tensor.dtype)
-    copies = sum(isinstance(arg, bool) for arg in args) > 1 or not {*kwargs} <= {"device", "dtype", "non_blocking"}
-    if func is not Tensor.to or copies:  # `copy` is the second flag
+    if func not in _CONVERSIONS or "memory_format" in kwargs:
         return False
-    device, dtype, _, memory_format = internals.parse_to(*args, **kwargs)
-    return device in (None, tensor.device) and dtype in (None, tensor.dtype) and memory_format is None
-
-
-def _share_all(one: OffloadedTensor, other: OffloadedTensor) -> bool:
-    """Returns whether two offloaded tensors have the same memory, shape and strides in plain training."""
-
-    def position(tensor: OffloadedTensor) -> tuple[Any, ...]:
-        offset = tensor.offset if isinstance(tensor, OffloadedView) else 0
-        return tensor.source, offset, plain_dtype(tensor), tensor.shape, tensor.stride()
-
-    return position(one) == position(other)
-
-
-def _weights(parameter: OffloadedParameter) -> Weights:
-    assert isinstance(parameter.source, Weights)
-    return parameter.source
-
-
-def _own_memory(tensor: OffloadedTensor) -> Tensor:
-    """Returns the whole memory of which `tensor` is a part, where an operator has used the memory of `tensor`."""
-    if isinstance(tensor, OffloadedParameter):
-        return tensor
-    assert isinstance(tensor.source, Weights)
-    return tensor.source.base()
+    with internals.without_dispatch():  # no operators of the user, which modes would report
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return func(empty, *args, **kwargs) is empty
 
 
 def _rounds(tensor: OffloadedTensor, kind: Kind) -> bool:
-    """Returns True if plain training would cast the parameter `tensor` to the compute dtype for a matrix product."""
+    """Returns whether autocast would round `tensor`, a plain parameter, to the 16 bits that it has on the device."""
     if kind is not Kind.MATMUL or not isinstance(tensor, OffloadedParameter):
         return False
-    return autocast_to(tensor.flat.dtype, tensor.flat.device)
+    flat = tensor.flat
+    return flat.mixed and not tensor.source.whole and autocast_to(flat.dtype, flat.device)

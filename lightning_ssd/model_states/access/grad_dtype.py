@@ -7,7 +7,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_ssd import torch_internals as internals
-from lightning_ssd.model_states.access.parameter import OffloadedParameter
 from lightning_ssd.model_states.units import FlatParameter
 
 
@@ -38,8 +37,10 @@ class GradDtype:
         """Parameters whose gradients autograd sums in fp32."""
         self._stepped: set[FlatParameter] = set()
         """Flat parameters that were stepped since their gradients were last found to need fp32."""
+        self._used: dict[int, int] = {}
+        """The graph that the 16-bit weights of a parameter were last used in, by identity of the parameter."""
         self._hooked = {
-            item.parameter
+            item.parameter: flat
             for flat in flat_params
             for item in flat.param_views
             if flat.mixed and (item.parameter._backward_hooks or item.parameter._post_accumulate_grad_hooks)
@@ -48,9 +49,8 @@ class GradDtype:
 
     def open(self) -> None:
         """Begins the sums in fp32 of parameters with hooks of user code."""
-        for parameter in self._hooked:
-            assert isinstance(parameter, OffloadedParameter)
-            self.sum_in_fp32(parameter)
+        for parameter, flat in self._hooked.items():
+            self.sum_in_fp32(parameter, flat)
 
     def begin_micro_batch(self) -> None:
         """Begins to count uses of parameters, and ends the sums of stepped ones, unless user code has hooked them."""
@@ -71,29 +71,29 @@ class GradDtype:
         self._end_sums(list(self._in_fp32))
         self.summed_on_host.clear()
 
-    def add_hooked(self, parameter: OffloadedParameter) -> None:
+    def add_hooked(self, parameter: nn.Parameter, flat: FlatParameter) -> None:
         """Passes gradients in fp32 to hooks that user code has registered on a parameter."""
-        if parameter.flat.mixed:
-            self._hooked.add(parameter)
-            self.sum_in_fp32(parameter)
+        if flat.mixed:
+            self._hooked[parameter] = flat
+            self.sum_in_fp32(parameter, flat)
 
-    def note_use(self, parameter: OffloadedParameter) -> None:
+    def note_use(self, parameter: nn.Parameter, flat: FlatParameter) -> None:
         """Counts an operator on 16-bit weights. From the second one in a graph on, gradients are summed in fp32."""
         node = internals.autograd_node()
         # A recomputation in backward makes a graph of its own, which the number of its node identifies.
         graph = self._micro_batch if node is None else -1 - internals.sequence_of(node)
-        if parameter.used == graph:
-            self.sum_in_fp32(parameter)
-        parameter.used = graph
+        if self._used.get(id(parameter)) == graph:
+            self.sum_in_fp32(parameter, flat)
+        self._used[id(parameter)] = graph
 
-    def sum_in_fp32(self, parameter: OffloadedParameter) -> bool:
+    def sum_in_fp32(self, parameter: nn.Parameter, flat: FlatParameter) -> bool:
         """Makes autograd sum gradients of a parameter in fp32 until its next step; returns False if torch can't."""
         if not hasattr(parameter, "grad_dtype"):
             return False
-        self._stepped.discard(parameter.flat)
+        self._stepped.discard(flat)
         if parameter.grad_dtype != torch.float32:
             parameter.grad_dtype = torch.float32
-            self._in_fp32[parameter] = parameter.flat
+            self._in_fp32[parameter] = flat
         return True
 
     def sum_on_host(self, flat: FlatParameter) -> None:

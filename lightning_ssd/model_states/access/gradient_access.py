@@ -7,11 +7,18 @@ from collections.abc import Callable, Iterator, Mapping
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ssd.model_states.access.parameter import AliasGraph, OffloadedView, OperatorAccess, Source, hollow
+from lightning_ssd.model_states.access.parameter import (
+    AliasGraph,
+    OffloadedView,
+    OperatorAccess,
+    Source,
+    hollow,
+    not_followed,
+)
 from lightning_ssd.model_states.access.torch_functions import Kind
 from lightning_ssd.model_states.gradients import Gradient, GradientOffloader, GradientState
 from lightning_ssd.model_states.stores import write_changed
-from lightning_ssd.model_states.units import FlatParameter, ParamView
+from lightning_ssd.model_states.units import FlatParameter
 from lightning_ssd.waits import wait_for
 
 
@@ -21,16 +28,13 @@ class GradientSource(Source):
     Attributes:
         lost: the error of reads, if a step has used the values and the gradient was replaced; else None.
         view: weak reference to the tensor that `Tensor.grad` has returned.
-        graph: graph of that tensor and of its views in plain training.
     """
 
     def __init__(self, access: OperatorAccess, gradients: "GradientAccess", flat: FlatParameter, index: int) -> None:
-        self.item: ParamView = flat.param_views[index]
-        super().__init__(access, flat, index, f"the gradient of {self.item.name}")
+        super().__init__(access, flat, index, f"the gradient of {flat.param_views[index].name}")
         self._gradients = gradients
         self.lost: str | None = None
         self.view: weakref.ref[OffloadedView] | None = None
-        self.graph = AliasGraph()
 
     def read(self) -> Tensor:
         if self.lost is not None:
@@ -42,11 +46,6 @@ class GradientSource(Source):
         accum = self._gradients.whole(self.flat, self.index)
         write_changed(self.item.of(accum), values.detach().to("cpu"))
         self._gradients.offloader.norms.remeasure(self.flat, [self.index])
-
-    def note_graph(self, view: OffloadedView, *, exists: bool) -> None:
-        super().note_graph(view, exists=exists)
-        if view.graph is self.graph:
-            self._gradients.set_followed(self.flat, self.index, exists)
 
 
 class GradientAccess:
@@ -80,25 +79,22 @@ class GradientAccess:
         """Gradients that user code references."""
         self.access: OperatorAccess
         """Runs operators on the gradients; set by the owner."""
-        self._hidden = False
+        self.hidden = False
+        """Whether `Tensor.grad` hides offloaded gradients: optimizers step the other parameters."""
 
     @contextlib.contextmanager
-    def hidden(self, hide: bool = True) -> Iterator[None]:
-        """Hides offloaded gradients within the context (or shows them): optimizers step the other parameters."""
-        before, self._hidden = self._hidden, hide
+    def hide(self, hide: bool = True) -> Iterator[None]:
+        """Hides offloaded gradients within the context, or shows them."""
+        before, self.hidden = self.hidden, hide
         try:
             yield
         finally:
-            self._hidden = before
-
-    def hide(self, hide: bool) -> None:
-        """Hides offloaded gradients, or shows them again."""
-        self._hidden = hide
+            self.hidden = before
 
     def get(self, flat: FlatParameter, index: int) -> Tensor | None:
         """Returns the gradient of a parameter, as `Tensor.grad` does."""
         own: Tensor | None = flat.param_views[index].parameter.grad
-        if own is not None or self._hidden or flat not in self._gradients:
+        if own is not None or self.hidden or flat not in self._gradients:
             return own
         gradient = self._gradients[flat]
         if gradient.states[index] is GradientState.NONE:
@@ -112,9 +108,9 @@ class GradientAccess:
             self._sources[flat, index] = source
             item = source.item
             memory = hollow(item.shape, item.stride, item.dtype, flat.device)
-            view = OffloadedView.make(source, 0, memory, versioned=False, backed=False, graph=source.graph)
+            graph = AliasGraph(gradient.followed, index)
+            view = OffloadedView.make(source, 0, memory, versioned=False, backed=False, graph=graph)
             source.view = weakref.ref(view)
-        view.graph.freed = index in gradient.followed
         return view
 
     def set(self, flat: FlatParameter, index: int, values: Tensor | None) -> None:
@@ -145,37 +141,25 @@ class GradientAccess:
         gradient.assign(index, values)
         self.offloader.norms.remeasure(flat, [index])
 
-    def note_graph(self, flat: FlatParameter, index: int) -> None:
-        """Notes that autograd can differentiate values that are added to the gradient of a parameter."""
-        self.set_followed(flat, index, True)
-        if (source := self._sources.get((flat, index))) is not None:
-            source.graph.freed = True
-
-    def set_followed(self, flat: FlatParameter, index: int, followed: bool) -> None:
-        """Sets whether autograd can differentiate the gradient of a parameter in plain training."""
-        indices = self._gradients[flat].followed
-        (indices.add if followed else indices.discard)(index)
-
-    def without_graph(self) -> str | None:
-        """Returns the name of a gradient that autograd could differentiate in plain training, if there is one."""
-        names = (
-            f"the gradient of {flat.param_views[index].name}"
-            for flat, gradient in self._gradients.items()
-            for index in gradient.followed
-        )
-        return next(names, None)
+    def check_graphs(self) -> None:
+        """Raises RuntimeError if autograd could differentiate a gradient in plain training."""
+        for flat, gradient in self._gradients.items():
+            for index in gradient.followed:
+                raise not_followed(f"the gradient of {flat.param_views[index].name}")
 
     def add(self, flat: FlatParameter, index: int, values: Tensor) -> None:
-        """Adds `values` to the gradient of a parameter in fp32: the backward of an operator on its master weights.
+        """Adds `values` to the gradient of a parameter in fp32, unless the running backward ignores it.
 
         Raises:
             RuntimeError: no optimizer has the parameter.
         """
+        if flat.param_views[index].parameter in self.offloader.backward.ignored:
+            return
         gradient = self._gradients.get(flat)
         if gradient is None:
             raise RuntimeError(f"{flat.param_views[index].name} has a gradient, and is in no optimizer.")
         if values.requires_grad:
-            self.note_graph(flat, index)
+            gradient.followed.add(index)
         self._apply_clipping(flat)
         if gradient.states[index] is GradientState.STEPPED:
             self.offloader.resume_accumulation(flat, index)
@@ -198,29 +182,20 @@ class GradientAccess:
         gradient = self._gradients[flat]
         self._apply_clipping(flat)
         if gradient.states[index] is GradientState.STEPPED:
-            self.check(flat, index)
+            if not gradient.retained:
+                raise RuntimeError(
+                    f"the gradient of {flat.param_views[index].name} was consumed by its optimizer step, which runs as "
+                    "soon as the gradient is complete. Read or change it in `on_after_backward` or "
+                    "`on_before_optimizer_step`: where one of them is overridden, steps wait until backward has ended."
+                )
             wait_for(gradient.consumed, "gradients")
             return gradient.used()
         self._accumulate_arrived(flat)
         return gradient.accumulated()
 
-    def check(self, flat: FlatParameter, index: int) -> None:
-        """Raises RuntimeError if a submitted step has used the gradient of a parameter, and has not kept it."""
-        gradient = self._gradients[flat]
-        if gradient.states[index] is GradientState.STEPPED and not gradient.retained:
-            raise RuntimeError(
-                f"the gradient of {flat.param_views[index].name} was consumed by its optimizer step, which runs as "
-                "soon as the gradient is complete. Read or change it in `on_after_backward` or "
-                "`on_before_optimizer_step`: where one of them is overridden, steps wait until backward has ended."
-            )
-
-    def zero(
-        self, optimizer_flats: Mapping[FlatParameter, tuple[Optimizer, int]], optimizer: Optimizer, none: bool
-    ) -> None:
+    def zero(self, optimizer: Optimizer, none: bool) -> None:
         """Drops the gradients of the parameters of `optimizer`, or fills them with zeros if `none` is False."""
-        for flat, gradient in self._gradients.items():
-            if optimizer_flats[flat][0] is not optimizer:
-                continue
+        for flat, gradient in self.offloader.of(optimizer):
             present = [index for index, state in enumerate(gradient.states) if state is not GradientState.NONE]
             if none and self._sources:
                 for index in present:

@@ -1,6 +1,6 @@
 """Arguments and results of operators on offloaded tensors, for `access`.
 
-Trees of tensors, the memory that tensors share, and the arguments that a function writes.
+Trees of tensors, the memory that tensors share, and derivatives with respect to offloaded parameters.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,11 +12,6 @@ from torch.autograd.graph import get_gradient_edge
 
 from lightning_ssd import torch_internals as internals
 from lightning_ssd.model_states.access.parameter import OffloadedParameter, map_tensors, offloaded_in
-
-
-def written_argument(args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Returns the argument that a function of `Kind.WRITE` changes: the first one, which may be passed by name."""
-    return args[:1] or [kwargs.get(name) for name in ("input", "self", "tensor")]
 
 
 def offset_in(value: Tensor, base: Tensor) -> int | None:
@@ -37,7 +32,7 @@ def geometry(tensor: Tensor) -> tuple[object, ...]:
     )
 
 
-def substitute(value: Any, values: Mapping[int, Tensor]) -> Any:
+def substitute(value: Any, values: Mapping[int, Any]) -> Any:
     """Returns a tree of arguments with offloaded tensors replaced by `values`, which are keyed by identity."""
     return map_tensors(lambda tensor: values.get(id(tensor), tensor), value)
 
@@ -48,32 +43,22 @@ def differentiate(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
     Torch takes their nodes in place of them, so that user code which backward calls (hooks, autograd functions,
     recomputation) may use offloaded tensors: `func` calls no `__torch_function__` by itself.
     """
-    inputs: Any = kwargs.get("inputs") if "inputs" in kwargs or len(args) < 2 else args[1]
-    outputs = args[0] if args else kwargs.get("outputs", kwargs.get("tensors"))
+    inputs: Any = args[1] if func is torch.autograd.grad else kwargs["inputs"]
     given = list(offloaded_in(inputs).values())
     trained = all([isinstance(tensor, OffloadedParameter) and tensor.requires_grad for tensor in given])
-    if not trained or offloaded_in(outputs) or kwargs.get("materialize_grads") and kwargs.get("allow_unused") is False:
+    materialize = kwargs.get("materialize_grads", False)
+    if not trained or offloaded_in(args[0]) or (materialize and kwargs["allow_unused"] is False):
         return func(*args, **kwargs)
-    edges: dict[int, Any] = {id(tensor): get_gradient_edge(tensor) for tensor in given}
-    options = {name: value for name, value in kwargs.items() if name not in ("inputs", "materialize_grads")}
-    if materialize := kwargs.get("materialize_grads"):  # which torch refuses for nodes
-        options["allow_unused"] = True
-    arguments = (outputs,) if func is torch.autograd.backward else (outputs, substitute(inputs, edges))
-    if func is torch.autograd.backward:
-        options["inputs"] = substitute(inputs, edges)
+    options = {**kwargs, "inputs": substitute(inputs, {id(tensor): get_gradient_edge(tensor) for tensor in given})}
+    if materialize:  # which torch refuses for nodes
+        options |= {"materialize_grads": False, "allow_unused": True}
     with internals.with_torch_function():
-        result = func(*arguments, **options)
+        result = func(args[0], **options)
     if not materialize:
         return result
-    create_graph = bool(kwargs.get("create_graph"))
     return tuple(
-        torch.zeros_like(tensor, dtype=plain_dtype(tensor), requires_grad=create_graph)
+        torch.zeros_like(tensor, dtype=getattr(tensor, "plain_dtype", None), requires_grad=bool(kwargs["create_graph"]))
         if gradient is None
         else gradient
         for gradient, tensor in zip(result, inputs, strict=True)
     )
-
-
-def plain_dtype(tensor: Tensor) -> torch.dtype:
-    """Returns the dtype that a tensor has in plain training."""
-    return tensor.source.item.dtype if isinstance(tensor, OffloadedParameter) else tensor.dtype  # type: ignore[attr-defined]

@@ -4,17 +4,15 @@ Most uses of an offloaded parameter are in its unit's forward, whose hook has pr
 run directly. Every other operator on an offloaded parameter is run by its `Access`.
 """
 
-import contextlib
 import sys
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from threading import get_ident
-from types import FrameType
 from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations import (
@@ -26,7 +24,8 @@ from lightning_ssd.activations import (
     storage_of,
 )
 from lightning_ssd.device import refuse_access
-from lightning_ssd.model_states.access.autograd_forwards import autograd_forwards
+from lightning_ssd.model_states.access.autograd_forwards import is_given_to_forward
+from lightning_ssd.model_states.access.grad_dtype import GradDtype
 from lightning_ssd.model_states.access.references import references_saved
 from lightning_ssd.model_states.access.torch_functions import KINDS, Kind, kind_of, running_statistics
 from lightning_ssd.model_states.stores import StagedFlats
@@ -41,40 +40,57 @@ _IN_TRANSFORM = (
 
 
 class _RunsOperators:
-    """Runs functions of torch on offloaded tensors, directly or by their `Access`."""
+    """Runs functions of torch on offloaded tensors, directly or by their `Access`.
+
+    Attributes:
+        source: the values of which the tensor has all, or a part, in plain training.
+        byte_offset: offset of the tensor in the source.
+        versioned: whether writes increment the version counter of the source, as those through `Tensor.data` do not.
+    """
 
     __slots__ = ()
 
     _DIRECT: tuple[Kind, ...]
     """Kinds of functions that need no memory of the tensor."""
 
+    source: "Source"
+    byte_offset: int
+    versioned: bool
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         with internals.without_torch_function():
-            kind = KINDS.get(func) or kind_of(func)
+            kind, kwargs = KINDS.get(func) or kind_of(func), kwargs or {}
             reads_grad = kind is Kind.GET_GRAD and type(args[0]) is OffloadedParameter
             if not (reads_grad or torch.is_grad_enabled()):
                 _note_function(args, kwargs)
             if kind in cls._DIRECT:
-                return func(*args, **(kwargs or {}))
+                return func(*args, **kwargs)
             try:
                 if reads_grad:
                     return args[0].source.access.grad(args[0])
                 if _runs_on_memory(kind, func, args, kwargs):
-                    if in_backward() and _has_frozen((*args, *(kwargs or {}).values())):
-                        args, kwargs = map_tensors(recomputed, (args, kwargs or {}))
+                    if in_backward():
+                        args, kwargs = map_tensors(recomputed, (args, kwargs))
                     if kind is Kind.MATMUL and torch.is_grad_enabled():
-                        args, kwargs = in_order_of_casts(args, kwargs or {})
+                        args, kwargs = in_order_of_casts(args, kwargs)
                     with references_saved():
-                        result = func(*args, **(kwargs or {}))
-                    return _follow(result, args, kwargs or {}) if kind is Kind.OPERATOR else result
-                return access_of(args, kwargs).run(kind, func, args, kwargs or {})
+                        result = func(*args, **kwargs)
+                    return _follow(result, args, kwargs) if kind is Kind.OPERATOR else result
+                return access_of(args, kwargs).run(kind, func, args, kwargs)
             except RuntimeError as error:
                 if internals.innermost_transform() is not None:
                     error.add_note(_IN_TRANSFORM)
                 raise
+
+    def set_(self, *_: Any, **__: Any) -> Tensor:
+        """Raises RuntimeError. (Torch does not call `__torch_function__` for this method.)"""
+        raise RuntimeError(
+            f"`set_` gives {self.source.name}, which is offloaded, other memory. Set its `.data`, use `copy_`, or do "
+            "it before `fit`, in `configure_model`."
+        )
 
 
 class OffloadedParameter(_RunsOperators, TrainedParameter):
@@ -88,68 +104,70 @@ class OffloadedParameter(_RunsOperators, TrainedParameter):
 
     Attributes:
         flat: flat parameter that it is a view of.
-        source: its weights as in plain Lightning.
-        used: number of the graph that its 16-bit weights were last used in, in mixed precision.
     """
 
     _DIRECT = (Kind.METADATA,)
-    _OWN = ("flat", "source", "used")
+    _OWN = ("flat", "source")
 
     flat: FlatParameter
-    source: "Source"
-    used: int
+    byte_offset = 0
+    versioned = True
 
-    def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Tensor:
-        """Does the same as `.data = source`. (Torch does not call `__torch_function__` for this method.)
+    @property
+    def plain_dtype(self) -> torch.dtype:
+        """The dtype in plain training."""
+        return self.source.item.dtype
 
-        Raises:
-            RuntimeError: the parameter would get memory of another kind or shape.
-        """
-        if not isinstance(source, Tensor) or args or kwargs:
-            raise RuntimeError(
-                f"`set_` gives {self.source.name}, which is offloaded, other memory, which can't be done while it "
-                "trains. Do it before `fit`, in `configure_model`."
-            )
-        self.data = source
-        return self
+    def part_of(self, values: Tensor) -> Tensor:
+        """Returns an ordinary tensor over the part of `values`, the whole values of the source, that this one has."""
+        return values.detach()
+
+    def save(self) -> SavedWeight:
+        """Returns the reference that autograd saves in place of the plain parameter, which has another dtype."""
+        return _SavedTensor(self)
 
 
 class AliasGraph:
     """The graph that an alias of offloaded values, such as `p.data`, and its views have in plain training.
 
-    Attributes:
-        freed: whether there is one in plain training, which is freed here: autograd can't differentiate the tensors.
+    Args:
+        followed: for gradients, `Gradient.followed`, which tells whether there is one.
+        index: index of the parameter of a gradient.
     """
 
-    __slots__ = ("freed",)
+    def __init__(self, followed: set[int] | None = None, index: int = 0) -> None:
+        self._followed = set() if followed is None else followed
+        self._index = index
 
-    def __init__(self) -> None:
-        self.freed = False
+    @property
+    def freed(self) -> bool:
+        """Whether there is one in plain training, which is freed here: autograd can't differentiate the tensors."""
+        return self._index in self._followed
+
+    @freed.setter
+    def freed(self, freed: bool) -> None:
+        (self._followed.add if freed else self._followed.discard)(self._index)
 
 
 class OffloadedView(_RunsOperators, Tensor):
-    """A tensor that in plain training shares memory with a parameter, gradient or optimizer state, such as `p.data`.
+    """A tensor that in plain training shares memory with a parameter or gradient, such as `p.data`.
 
     Operators read the present values of the source, and writes are stored there. The view has no memory of its own,
     except in the forward of the weight's module: kernels of user code, which torch does not report, read it there.
 
     Attributes:
-        offset: offset of the view in the source, bytes.
-        versioned: whether writes increment the version counter of the source, as those through `Tensor.data` do not.
         backed: whether the view has memory with the values, which the flat parameter owns until the forward ends.
         graph: its graph in plain training, which it shares with the tensor of which it is a view for autograd.
     """
 
     _DIRECT = (Kind.METADATA, Kind.DTYPE)
 
-    source: "Source"
-    offset: int
-    versioned: bool
     backed: bool
     graph: AliasGraph
 
-    @staticmethod
+    @classmethod
     def make(
+        cls,
         source: "Source",
         offset: int,
         memory: Tensor,
@@ -164,30 +182,23 @@ class OffloadedView(_RunsOperators, Tensor):
             memory: with `backed`, a new tensor over the memory of the values; otherwise a hollow one.
             graph: as the attribute; None: it is no view of another tensor for autograd.
         """
-        memory.__class__ = OffloadedView
-        assert isinstance(memory, OffloadedView)
-        memory._init(source, offset, versioned, backed)
-        if graph is not None:
-            memory.graph = graph
-        return memory
-
-    def _init(self, source: "Source", offset: int, versioned: bool, backed: bool) -> None:
-        self.source = source
-        self.offset = offset
-        self.versioned = versioned
-        self.backed = backed
-        self.graph = AliasGraph()
-        source.aliases.add(self)
+        memory.__class__ = cls
+        view = cast(OffloadedView, memory)
+        view.source = source
+        view.byte_offset = offset
+        view.versioned = versioned
+        view.backed = backed
+        view.graph = graph or AliasGraph()
+        source.aliases.add(view)
         if backed:
-            source.flat.backed_views.append(weakref.ref(self))
+            source.flat.backed_views.append(weakref.ref(view))
         else:
-            mark_offloaded(storage_of(self), _ViewReferences(self))
+            view._mark()
+        return view
 
-    def is_whole(self, parameter: nn.Parameter) -> bool:
-        """Returns whether the view has all values of `parameter`, as `parameter.detach()` has."""
-        if not isinstance(parameter, OffloadedParameter) or parameter.source is not self.source:
-            return False
-        return self.offset == 0 and self.size() == parameter.size() and self.stride() == parameter.stride()
+    def _mark(self) -> None:
+        """Has autograd save references in place of the view, which has no memory."""
+        mark_offloaded(storage_of(self), AliasReferences(self.source, self.byte_offset))
 
     def release(self, *, keep: bool) -> None:
         """Ends the forward that has backed the view: operators of torch read the present values from now on.
@@ -200,24 +211,29 @@ class OffloadedView(_RunsOperators, Tensor):
             return
         with internals.without_torch_function(), torch.inference_mode(False), torch.no_grad():
             self.data = hollow(self.size(), self.stride(), self.dtype, self.device)
-        mark_offloaded(storage_of(self), _ViewReferences(self))
+        self._mark()
 
     def end(self, values: Tensor) -> None:
         """Makes the view an ordinary tensor that shares the memory of `values`, the whole values of the source."""
         with internals.without_torch_function(), torch.inference_mode(False), torch.no_grad():
-            start = values.storage_offset() * values.itemsize + self.offset
-            self.data = torch.empty(0, dtype=self.dtype, device=values.device).set_(
-                values.untyped_storage(), start // self.itemsize, self.size(), self.stride()
-            )
+            self.data = self.part_of(values)
             name, freed = self.source.name, self.graph.freed
-            del self.source, self.offset, self.versioned, self.backed, self.graph
+            del self.source, self.byte_offset, self.versioned, self.backed, self.graph
             self.__class__ = Tensor  # type: ignore[assignment]
             if freed:
                 without_graph(self, name)
 
-    def set_(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Raises RuntimeError. (Torch does not call `__torch_function__` for this method.)"""
-        raise RuntimeError(f"`set_` of a view of {self.source.name}, which is offloaded. Use `copy_`.")
+    @property
+    def plain_dtype(self) -> torch.dtype:
+        """The dtype in plain training."""
+        return self.dtype
+
+    def part_of(self, values: Tensor) -> Tensor:
+        """Returns an ordinary tensor over the part of `values`, the whole values of the source, that this one has."""
+        start = values.storage_offset() * values.itemsize + self.byte_offset
+        return torch.empty(0, dtype=self.dtype, device=values.device).set_(
+            values.untyped_storage(), start // self.itemsize, self.size(), self.stride()
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
@@ -234,15 +250,6 @@ OffloadedTensor = OffloadedParameter | OffloadedView
 
 class FollowedView(OffloadedView):
     """A view of a parameter whose node is in autograd's graph. Its values are those of the parameter at each read."""
-
-    @staticmethod
-    def follow(source: "Source", offset: int, value: Tensor, *, versioned: bool, backed: bool) -> "FollowedView":
-        """Returns a view of `source` with the node and the geometry of `value`; other arguments as the attributes."""
-        view = apply(FollowedValues, value, as_non_view(value, backed=backed))
-        view.__class__ = FollowedView
-        assert isinstance(view, FollowedView)
-        view._init(source, offset, versioned, backed)
-        return view
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
@@ -262,15 +269,21 @@ class Source(ABC):
     Args:
         flat: flat parameter of the parameter that the values belong to.
         index: index of the parameter in `flat`.
+        name: names the values in messages; None: by the name of the parameter.
     """
 
-    def __init__(self, access: "OperatorAccess", flat: FlatParameter, index: int, name: str) -> None:
+    def __init__(self, access: "OperatorAccess", flat: FlatParameter, index: int, name: str | None = None) -> None:
+        self.name = name or flat.param_views[index].name
+        self.aliases: weakref.WeakSet[OffloadedView] = weakref.WeakSet()
+        """Views of the values that user code references."""
+        self.move(access, flat, index)
+
+    def move(self, access: "OperatorAccess", flat: FlatParameter, index: int) -> None:
+        """Has the source, and its aliases, read and write the values at another place; arguments as of the class."""
         self.access = access
         self.flat = flat
         self.index = index
-        self.name = name
-        self.aliases: weakref.WeakSet[OffloadedView] = weakref.WeakSet()
-        """Views of the values that user code references."""
+        self.item = flat.param_views[index]
 
     @abstractmethod
     def read(self) -> Tensor:
@@ -281,6 +294,11 @@ class Source(ABC):
         """Stores `values`, a result of `read` that an operator has changed."""
 
     @property
+    def whole(self) -> bool:
+        """Whether the tensor is a plain one at present: training has ended, or weights are summoned."""
+        return False
+
+    @property
     def backs_views(self) -> bool:
         """Whether views share memory with the values, because the forward of the weight's module runs."""
         return False
@@ -289,19 +307,19 @@ class Source(ABC):
         """Returns the values for an operator, as `read` does: with `backs_views`, in the memory that views share."""
         return self.read()
 
+    @property
+    def in_flat_memory(self) -> bool:
+        """Whether the values on the device are those of plain training, in the memory of the flat parameter."""
+        return False
+
     def in_own_storage(self) -> Tensor:
         """Returns the values as `read` does, at the place that they have in their storage in plain training."""
-        return self.read()
+        return self.read().clone() if self.in_flat_memory else self.read()
 
     @property
     def origin(self) -> int:
         """Offset of the values in their storage in plain training, bytes."""
         return 0
-
-    @property
-    def counter(self) -> Tensor | None:
-        """Tensor whose version counter tells in-place changes; None: there is none."""
-        return None
 
     def end_aliases(self, values: Tensor) -> None:
         """Makes the aliases ordinary tensors that share the memory of `values`, whole values as of `read`."""
@@ -309,35 +327,17 @@ class Source(ABC):
             alias.end(values)
         self.aliases.clear()
 
-    def replace(self, other: "Source") -> None:
-        """Makes the aliases read and write `other`."""
-        for alias in list(self.aliases):
-            alias.source = other
-            other.aliases.add(alias)
-        self.aliases.clear()
-
-    def note_graph(self, view: OffloadedView, *, exists: bool) -> None:
-        """Notes whether `view`, which has this source, has a graph in plain training, as in-place operators change."""
-        view.graph.freed = exists
-
-    def changed(self) -> None:  # noqa: B027  # only weights are saved by reference in autograd
-        """Increments the version counter, by which autograd detects in-place changes."""
-
-
-class GradSums(Protocol):
-    """The part of `GradDtype` that offloaded tensors and their sources use; see there."""
-
-    @property
-    def summed_on_host(self) -> Container[FlatParameter]: ...
-    def note_use(self, parameter: OffloadedParameter) -> None: ...
-    def sum_in_fp32(self, parameter: OffloadedParameter) -> bool: ...
+    def changed(self) -> None:
+        """Increments the parameter's version counter, by which autograd detects in-place changes."""
+        if not self.whole:
+            torch.autograd.graph.increment_version(self.item.parameter)
 
 
 class OperatorAccess(Protocol):
     """The part of `Access` that offloaded tensors and their sources use; see there."""
 
     @property
-    def grad_dtype(self) -> GradSums: ...
+    def grad_dtype(self) -> GradDtype: ...
     @property
     def prefetcher(self) -> ParamPrefetcher: ...
     @property
@@ -351,63 +351,50 @@ class OperatorAccess(Protocol):
     def add_grad(self, flat: FlatParameter, index: int, gradient: Tensor) -> None: ...
 
 
-class _ViewReferences:
-    """Makes the references that autograd saves in place of a view, which is not kept alive: it owns this object."""
+class AliasReferences:
+    """Makes the references that autograd saves in place of tensors over the memory of a view, or of a forward's values.
 
-    def __init__(self, view: OffloadedView) -> None:
-        self._view = weakref.ref(view)
-
-    def save(self, tensor: Tensor) -> SavedWeight:
-        view = self._view()
-        if view is None or view is not tensor:
-            raise RuntimeError(
-                "autograd can't save a tensor that shares the memory of a view of offloaded weights, which has none. "
-                "Take a `.clone()` of the view first."
-            )
-        return _SavedOffloadedView(view)
-
-
-class ForwardValueReferences:
-    """Makes the references that autograd saves in place of whole weights that a forward reads.
+    The storage of that memory owns this object.
 
     Args:
-        values: the whole values; their storage owns this object, and is freed when the forward ends.
+        start: offset of the storage in the source, bytes.
     """
 
-    def __init__(self, source: Source, values: Tensor) -> None:
+    def __init__(self, source: Source, start: int = 0) -> None:
         self._source = source
-        self._start = int(values.storage_offset()) * values.itemsize
+        self._start = start
 
     def save(self, tensor: Tensor) -> SavedWeight:
+        if isinstance(tensor, OffloadedView) and not tensor.backed:
+            return _SavedTensor(tensor)
         with internals.without_torch_function():
-            offset = int(tensor.storage_offset()) * tensor.itemsize - self._start
+            offset = self._start + int(tensor.storage_offset()) * tensor.itemsize
             memory = as_non_view(tensor, backed=False)
-        return _SavedOffloadedView(OffloadedView.make(self._source, offset, memory, versioned=True, backed=False))
+        view = OffloadedView.make(self._source, offset, memory, versioned=True, backed=False)
+        return _SavedTensor(view)
 
 
-class _SavedOffloadedView(SavedWeight):
-    """A view that autograd has saved for a function of user code, and whose values backward needs."""
+class _SavedTensor(SavedWeight):
+    """An offloaded tensor that autograd has saved for a function of user code, and whose values backward needs."""
 
-    __slots__ = ("_counter", "_version", "_view")
+    __slots__ = ("_counter", "_tensor", "_version")
 
-    def __init__(self, view: OffloadedView) -> None:
-        self._view = view
-        self._counter = view.source.counter if view.versioned else None
-        self._version = 0 if self._counter is None else internals.version_of(self._counter)
+    def __init__(self, tensor: OffloadedTensor) -> None:
+        self._tensor = tensor
+        self._counter = tensor.source.item.parameter if tensor.versioned else tensor
+        self._version = internals.version_of(self._counter)
 
     def load(self) -> Tensor:
-        view = self._view
-        if self._counter is not None:
-            check_version(self._counter, self._version, view.dtype, view.size())
-        return view.source.access.values(view) if isinstance(view, OffloadedView) else view.detach()
+        tensor = self._tensor
+        check_version(self._counter, self._version, tensor.dtype, tensor.size())
+        return tensor.source.access.values(tensor) if isinstance(tensor, OffloadedTensor) else tensor.detach()
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     """Applies an autograd function to tensors that no transform of `torch.func` maps, outside of the transforms."""
-    outside: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    if internals.innermost_transform() is not None:
-        outside = internals.without_transforms()
-    with outside:
+    if internals.innermost_transform() is None:
+        return cast(Tensor, function.apply(*args))
+    with internals.without_transforms():
         return cast(Tensor, function.apply(*args))
 
 
@@ -511,6 +498,17 @@ def hollow(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, devic
         return tensor
 
 
+def share_all(*tensors: object) -> bool:
+    """Returns whether two tensors are offloaded, and have the same memory, shape and strides in plain training."""
+    one, other = (
+        (tensor.source, tensor.byte_offset, tensor.plain_dtype, tensor.shape, tensor.stride())
+        if isinstance(tensor, OffloadedTensor)
+        else None
+        for tensor in tensors
+    )
+    return one is not None and one == other
+
+
 def offloaded_in(*trees: Any) -> dict[int, OffloadedTensor]:
     """Returns the offloaded tensors in trees of arguments, by identity, in order."""
     found: dict[int, OffloadedTensor] = {}
@@ -541,7 +539,7 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     return value
 
 
-def access_of(args: Any, kwargs: Mapping[str, Any] | None) -> OperatorAccess:
+def access_of(args: Any, kwargs: Mapping[str, Any]) -> OperatorAccess:
     """Returns the access of the offloaded tensors among some arguments."""
     return next(iter(offloaded_in(args, kwargs).values())).source.access
 
@@ -574,19 +572,16 @@ def autocast_to(dtype: torch.dtype, device: torch.device) -> bool:
     )
 
 
-def _runs_on_memory(kind: Kind, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any] | None) -> bool:
+def _runs_on_memory(kind: Kind, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Returns whether a function can use the memory of its offloaded arguments, because forwards use all of them."""
-    recorded = torch.is_grad_enabled()
     return (
         (
             kind is Kind.MATMUL
             or kind is Kind.KERNEL
-            or (kind is Kind.OPERATOR and recorded)
+            or (kind is Kind.OPERATOR and torch.is_grad_enabled())
             # Offloaded statistics are stored by `Access`: no version counter tells that they have changed.
-            or (kind is Kind.NORMALIZATION and not offloaded_in(running_statistics(func, args, kwargs or {})))
+            or (kind is Kind.NORMALIZATION and not offloaded_in(running_statistics(func, args, kwargs)))
         )
-        # Autograd would save a weight itself without hooks, which save a reference in its place.
-        and (not recorded or internals.innermost_saved_hooks(False) is not None)
         and _in_forward(args, kind)  # last, as it counts uses
         and (not kwargs or ("out" not in kwargs and _in_forward(kwargs.values(), kind)))
     )
@@ -611,33 +606,20 @@ def _in_forward(values: Iterable[Any], kind: Kind) -> bool:
                 if not (kind is Kind.MATMUL and autocast_to(flat.dtype, flat.device)):
                     return False
                 if value.requires_grad and torch.is_grad_enabled():
-                    value.source.access.grad_dtype.note_use(value)
+                    value.source.access.grad_dtype.note_use(value, flat)
             if kind is Kind.OPERATOR and not value.requires_grad:
                 return False
         elif issubclass(of, OffloadedView):
-            if not value.backed or value.source.flat.thread != get_ident():
+            flat = value.source.flat
+            if not value.backed or value.graph.freed or flat.shared or flat.thread != get_ident():
                 return False
-            if value.source.flat.shared or (kind is Kind.OPERATOR and not value.requires_grad):
-                return False
-            if value.graph.freed:
+            if kind is Kind.OPERATOR and not value.requires_grad:
                 return False
             if offloaded_weights(storage_of(value)) is None:  # memory that was shared with user code
                 return False
         elif (of is list or of is tuple) and not _in_forward(value, kind):
             return False
     return True
-
-
-def _has_frozen(values: Iterable[Any]) -> bool:
-    """Returns whether there are frozen parameters among the arguments of an operator that uses their memory."""
-    for value in values:
-        of = type(value)
-        if of is OffloadedParameter:
-            if not value.requires_grad:
-                return True
-        elif (of is list or of is tuple) and _has_frozen(value):
-            return True
-    return False
 
 
 def recomputed(tensor: Tensor) -> Tensor:
@@ -681,7 +663,7 @@ def not_followed(name: str) -> RuntimeError:
     )
 
 
-def _note_function(args: Any, kwargs: Mapping[str, Any] | None) -> None:
+def _note_function(args: Any, kwargs: Mapping[str, Any]) -> None:
     """Has gradients of 16-bit weights summed in fp32, if a user's autograd function that was given them runs `args`.
 
     Torch does not call `__torch_function__` for `torch.autograd.Function.apply`, whose backward may return gradients
@@ -690,34 +672,10 @@ def _note_function(args: Any, kwargs: Mapping[str, Any] | None) -> None:
     Raises:
         RuntimeError: the function was given a tensor whose graph was freed, for which its backward would not run.
     """
+    frame = sys._getframe(2)
     for value in offloaded_in(args, kwargs).values():
-        if isinstance(value, OffloadedView):
-            if not value.graph.freed:
-                continue
-        elif not (value.flat.mixed and value.requires_grad):
-            continue
-        if torch.is_inference_mode_enabled():
-            return
-        forwards = autograd_forwards()
-        frame: FrameType | None = sys._getframe(2)
-        for _ in range(_FRAMES):
-            if frame is None:
-                break
-            if id(frame.f_code) in forwards and _has_argument(frame, value):
-                if isinstance(value, OffloadedView):
-                    raise not_followed(value.source.name)
-                value.source.access.grad_dtype.sum_in_fp32(value)
-                break
-            frame = frame.f_back
-
-
-_FRAMES = 32
-"""Python calls between an autograd function and an operator that it runs, at most."""
-
-
-def _has_argument(frame: FrameType, value: Tensor) -> bool:
-    """Returns whether a call was given `value`. All locals count, because a call may have renamed its arguments."""
-    for given in frame.f_locals.values():
-        if given is value or (isinstance(given, tuple) and any([one is value for one in given])):
-            return True
-    return False
+        differs = value.graph.freed if isinstance(value, OffloadedView) else value.flat.mixed and value.requires_grad
+        if differs and not torch.is_inference_mode_enabled() and is_given_to_forward(value, frame):
+            if isinstance(value, OffloadedView):
+                raise not_followed(value.source.name)
+            value.source.access.grad_dtype.sum_in_fp32(value, value.flat)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_ssd import torch_internals as internals
-from lightning_ssd.activations import SavedWeight, check_version, offloaded_weights
+from lightning_ssd.activations import SavedWeight, check_version, weights_of
 
 
 def references_saved() -> contextlib.AbstractContextManager[object]:
@@ -29,7 +29,7 @@ def references_saved() -> contextlib.AbstractContextManager[object]:
     def pack_for_user(tensor: Tensor) -> Any:
         packed = pack(tensor)
         if not any(
-            [isinstance(leaf, Tensor) and _weights_of(leaf) is not None for leaf in internals.tree_leaves(packed)]
+            [isinstance(leaf, Tensor) and weights_of(leaf) is not None for leaf in internals.tree_leaves(packed)]
         ):
             return packed
         return internals.tree_map_only(Tensor, _reference, packed)
@@ -47,12 +47,8 @@ _KEEP_NO_WEIGHTS = (__name__.partition(".")[0] + ".", "torch.utils.checkpoint")
 """Modules whose pack hooks keep no weight that may be evicted."""
 
 
-def _weights_of(tensor: Tensor) -> Any:
-    return offloaded_weights(tensor.untyped_storage()) if tensor.layout is torch.strided else None
-
-
 def _reference(tensor: Tensor) -> "SavedWeight | Tensor":
-    weights = _weights_of(tensor)
+    weights = weights_of(tensor)
     return tensor if weights is None else weights.save(tensor)
 
 

@@ -8,25 +8,19 @@ from torch import Tensor, nn
 
 from lightning_ssd.activations import mark_offloaded
 from lightning_ssd.model_states.access.parameter import (
-    ForwardValueReferences,
+    AliasReferences,
     OffloadedParameter,
-    OperatorAccess,
     Source,
 )
 from lightning_ssd.model_states.stores import write_changed
-from lightning_ssd.model_states.units import FlatParameter, SharedMemory
+from lightning_ssd.model_states.units import SharedMemory
 
 
 class Weights(Source):
     """The weights of one parameter."""
 
-    def __init__(self, access: OperatorAccess, flat: FlatParameter, index: int) -> None:
-        self.item = flat.param_views[index]
-        super().__init__(access, flat, index, self.item.name)
-
     @property
     def whole(self) -> bool:
-        """True if the parameter is a plain tensor at present: training has ended, or weights are summoned."""
         return self.flat.summoned or not isinstance(self.item.parameter, OffloadedParameter)
 
     def read(self) -> Tensor:
@@ -42,11 +36,7 @@ class Weights(Source):
 
     @property
     def in_flat_memory(self) -> bool:
-        """True if the values on the device are those of plain training, in the memory of the flat parameter."""
         return not (self.whole or self.flat.mixed or self.flat.memory(self.index) is not None)
-
-    def in_own_storage(self) -> Tensor:
-        return self.read().clone() if self.in_flat_memory else self.read()
 
     @property
     def backs_views(self) -> bool:
@@ -58,7 +48,7 @@ class Weights(Source):
             return self.read()
         if self.index not in flat.forward_values:
             values = flat.forward_values[self.index] = self.read()
-            mark_offloaded(values.untyped_storage(), ForwardValueReferences(self, values))
+            mark_offloaded(values.untyped_storage(), AliasReferences(self))
         return flat.forward_values[self.index]
 
     def write(self, values: Tensor) -> None:
@@ -84,10 +74,6 @@ class Weights(Source):
         memory = self.item.parameter.data if self.whole else self.flat.memory(self.index)
         return 0 if memory is None else int(memory.storage_offset()) * memory.itemsize
 
-    @property
-    def counter(self) -> Tensor:
-        return self.item.parameter
-
     def share(self) -> Tensor:
         """Returns the parameter's memory in plain training, which other tensors share from now on.
 
@@ -106,10 +92,6 @@ class Weights(Source):
                 "Drop the state dict, or copy the values (`copy_`)."
             )
         return values
-
-    def changed(self) -> None:
-        if not self.whole:
-            torch.autograd.graph.increment_version(self.item.parameter)
 
 
 def end_aliases(parameter: nn.Parameter) -> None:

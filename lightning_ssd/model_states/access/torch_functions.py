@@ -58,19 +58,10 @@ def kind_of(func: Callable[..., Any]) -> Kind:
     """Returns the kind of a function for which torch has called `__torch_function__`."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
-        attribute = cast(Any, func).__self__.__name__
-        if name == "__get__":
-            kind = _GETTERS.get(attribute, Kind.METADATA)
-        else:
-            kind = _SETTERS.get(attribute, Kind.METADATA)
-    elif name in _EXPORTS:
-        kind = Kind.EXPORT
-    elif name in _ADDRESSES:
-        kind = Kind.ADDRESS
-    elif name in _STORAGES:
-        kind = Kind.STORAGE
-    elif name in _STRIDED:
-        kind = Kind.STRIDED
+        kinds = _GETTERS if name == "__get__" else _SETTERS
+        kind = kinds.get(cast(Any, func).__self__.__name__, Kind.METADATA)
+    elif name in _NAMES:
+        kind = _NAMES[name]
     elif (name.endswith("_") and not name.endswith("__")) or name in _WRITING_DUNDERS:
         kind = Kind.WRITE
     else:
@@ -113,10 +104,14 @@ _GETTERS = {
 
 _SETTERS = {"data": Kind.SET_DATA, "grad": Kind.SET_GRAD, "requires_grad": Kind.FREEZE}
 
-_EXPORTS = ("numpy", "__array__", "__dlpack__")
-_ADDRESSES = ("data_ptr", "const_data_ptr", "mutable_data_ptr")
-_STORAGES = ("untyped_storage", "storage", "_typed_storage")
-_STRIDED = ("as_strided", "as_strided_copy", "as_strided_scatter")
+_NAMES = {
+    **dict.fromkeys(("numpy", "__array__", "__dlpack__"), Kind.EXPORT),
+    **dict.fromkeys(("data_ptr", "const_data_ptr", "mutable_data_ptr"), Kind.ADDRESS),
+    **dict.fromkeys(("untyped_storage", "storage", "_typed_storage"), Kind.STORAGE),
+    **dict.fromkeys(("as_strided", "as_strided_copy", "as_strided_scatter"), Kind.STRIDED),
+}
+"""Functions of torch and methods of tensors that have the same names."""
+
 _WRITING_DUNDERS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ifloordiv__",
                     "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__",
                     "__imatmul__")  # fmt: skip

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ssd import torch_internals as internals
-from lightning_ssd.model_states.access import OffloadedView
+from lightning_ssd.model_states.access import OffloadedView, share_all
 from lightning_ssd.model_states.checkpoints.lazy import LazyTensors
 from lightning_ssd.model_states.optimizers import FlatOptimizer, parameters_of
 from lightning_ssd.model_states.stores import StagedFlats
@@ -133,7 +133,7 @@ class StateDicts:
             return
         for name, parameter in offloaded:
             value = state.get(prefix + name)
-            if not isinstance(value, OffloadedView) or not value.is_whole(parameter):
+            if not isinstance(value, OffloadedView) or not share_all(value, parameter):
                 continue  # missing, computed by user code, the parameter itself (`keep_vars`), or `parameter` is whole
             flat, index = self._where[parameter]
             masters = flat.param_views[index].of(self._staged.stage(flat).masters)

@@ -51,15 +51,12 @@ def around_calls(module: nn.Module, before: Callable[[], None], after: Callable[
     """
     if is_compiled_function(module._compiled_call_impl):
         return _wrap(module, "_compiled_call_impl", before, after)
+    undo = contextlib.ExitStack()
     if methods := [name for name in compiled_methods(module) if name != "forward"]:
         # Methods of a LightningModule that was compiled as a whole: they call its `forward` in compiled code.
-        undo = [_wrap(module, name, before, after) for name in methods]
-
-        def restore() -> None:
-            for function in undo:
-                function()
-
-        return restore
+        for name in methods:
+            undo.callback(_wrap(module, name, before, after))
+        return undo.close
     # If only `forward` is compiled, module hooks run outside of the compiled code.
     begun: list[bool] = []
     """For each running call, whether `before` has returned. Torch calls `end` also after an error of another hook."""
@@ -80,14 +77,9 @@ def around_calls(module: nn.Module, before: Callable[[], None], after: Callable[
             after()
 
     # A rerun of a checkpointed unit uses the weights as the first run did.
-    first = module.register_forward_pre_hook(ModuleHook(begin, in_reruns=True), prepend=True)
-    last = module.register_forward_hook(ModuleHook(end, in_reruns=True), always_call=True)
-
-    def remove() -> None:
-        first.remove()
-        last.remove()
-
-    return remove
+    undo.callback(module.register_forward_pre_hook(ModuleHook(begin, in_reruns=True), prepend=True).remove)
+    undo.callback(module.register_forward_hook(ModuleHook(end, in_reruns=True), always_call=True).remove)
+    return undo.close
 
 
 @contextlib.contextmanager
@@ -142,12 +134,13 @@ def run_functions_within(model: nn.Module, context: CallContext) -> list[Callabl
         Functions that restore the modules.
     """
     inside = {part for region in compiled_regions(model) for part in region.modules()}
-    return [
-        _wrap_function(module, name, context)
-        for module in model.modules()
-        if module not in inside
-        for name in compiled_functions(module)
-    ]
+    restoring: list[Callable[[], None]] = []
+    for module in model.modules():
+        for name in compiled_functions(module) if module not in inside else ():
+            compiled = getattr(module, name)
+            setattr(module, name, _within(compiled, context))
+            restoring.append(partial(setattr, module, name, compiled))
+    return restoring
 
 
 def run_calls_within(
@@ -183,14 +176,10 @@ def _wrap(module: nn.Module, name: str, before: Callable[[], None], after: Calla
     return wrap_function(module, name, lambda *_: before(), lambda _: after(), in_reruns=True)
 
 
-def _wrap_function(module: nn.Module, name: str, context: CallContext) -> Callable[[], None]:
-    """Wraps a compiled attribute as `run_functions_within` says; returns a function that restores it."""
-    compiled = getattr(module, name)
-
+def _within(compiled: Callable[..., object], context: CallContext) -> Callable[..., object]:
     @wraps(compiled)
     def call(*args: object, **kwargs: object) -> object:
         with context(args, kwargs) as (given, named):
             return compiled(*given, **named)
 
-    setattr(module, name, call)
-    return partial(setattr, module, name, compiled)
+    return call

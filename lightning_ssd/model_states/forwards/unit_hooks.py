@@ -5,7 +5,6 @@ import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MethodType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +57,9 @@ class UnitHooks:
         """Registers the hooks, and returns functions that remove them."""
         removals: list[Callable[[], None]] = []
         for region in self._regions:
-            removals += self._hook_region(region)
+            if any([one in self._flat_of or one in self._mastered for one in region.parameters()]):
+                inner = [module for module in region.modules() if module is not region and module in self._hooked]
+                removals.append(run_calls_within(region, self._around_compiled([region], inner)))
         removals += run_functions_within(self._model, self._around_function)
         for index, (unit, flat_params) in enumerate(self._units):
             for module in unit.modules if flat_params else ():
@@ -80,14 +81,6 @@ class UnitHooks:
             self._access.end_forward(flat_params)
 
     # ---- compiled code ----
-
-    def _hook_region(self, region: nn.Module) -> list[Callable[[], None]]:
-        """Makes the weights of a compiled module resident around its calls, outside of the compiled code."""
-        inner = [module for module in region.modules() if module is not region and module in self._hooked]
-        weights = self._weights_of([region], inner)
-        if not weights.offloaded and not weights.with_masters:
-            return []
-        return [run_calls_within(region, partial(self._around_compiled, weights))]
 
     @contextlib.contextmanager
     def _around_function(
@@ -113,7 +106,7 @@ class UnitHooks:
         items = (item for value in values for item in (value if isinstance(value, list | tuple) else (value,)))
         given = [item for item in items if isinstance(item, nn.Module)]
         inner = [part for module in given for part in module.modules() if part in self._hooked]
-        with self._around_compiled(self._weights_of(given, inner)):
+        with self._around_compiled(given, inner)():
             yield arguments
         for (parameter, clone), version in zip(clones.items(), versions, strict=True):
             if internals.version_of(clone) != version:
@@ -123,31 +116,34 @@ class UnitHooks:
                     "an argument of it. Change it outside of the function, or set `states='gpu'`."
                 )
 
-    def _weights_of(self, modules: Sequence[nn.Module], inner: Sequence[nn.Module]) -> "_CompiledWeights":
-        """Returns the weights of `modules`; `inner` as of the result."""
+    def _around_compiled(
+        self, modules: Sequence[nn.Module], inner: Sequence[nn.Module]
+    ) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        """Returns a function whose contexts make the weights of `modules` resident, and ordinary parameters.
+
+        They are around calls of compiled code that uses these modules, and outside of the code itself, which must not
+        run the hooks of the modules `inner`.
+        """
         parts = list(dict.fromkeys(part for module in modules for part in module.modules()))
         parameters = list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
         offloaded = [parameter for parameter in parameters if parameter in self._flat_of]
-        return _CompiledWeights(
-            inner,
-            offloaded,
-            dict.fromkeys(self._flat_of[parameter][0] for parameter in offloaded),
-            [(part, name) for part in parts for name, one in part._parameters.items() if one in self._flat_of],
-            [parameter for parameter in parameters if parameter in self._mastered],
-        )
+        flat_params = dict.fromkeys(self._flat_of[parameter][0] for parameter in offloaded)
+        owners = [(part, name) for part in parts for name, one in part._parameters.items() if one in self._flat_of]
+        with_masters = [parameter for parameter in parameters if parameter in self._mastered]
 
-    @contextlib.contextmanager
-    def _around_compiled(self, weights: "_CompiledWeights") -> Iterator[None]:
-        """Makes weights resident, and ordinary parameters."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(without_own_hooks(weights.inner))
-            if not self._summoned():
-                stack.enter_context(self._prefetcher.resident(weights.flat_params, record=True))
-                stack.enter_context(self._access.whole(weights.owners))
-                stack.enter_context(self._access.ordinary(weights.offloaded))
-                stack.enter_context(ordinary(weights.with_masters))
-                stack.enter_context(_own_storages_when_compiled(weights.flat_params))
-            yield
+        @contextlib.contextmanager
+        def around() -> Iterator[None]:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(without_own_hooks(inner))
+                if not self._summoned():
+                    stack.enter_context(self._prefetcher.resident(flat_params, record=True))
+                    stack.enter_context(self._access.whole(owners))
+                    stack.enter_context(self._access.ordinary(offloaded))
+                    stack.enter_context(ordinary(with_masters))
+                    stack.enter_context(_own_storages_when_compiled(flat_params))
+                yield
+
+        return around
 
     # ---- torch's fused layers ----
 
@@ -196,21 +192,6 @@ class UnitHooks:
             for module in self._model.modules()
             if isinstance(module, nn.RNNBase) and any([one in self._flat_of for one in module.parameters()])
         ]
-
-
-class _CompiledWeights(NamedTuple):
-    """The weights of modules that compiled code uses.
-
-    Attributes:
-        inner: modules whose own hooks the code must not run.
-        owners: modules with the names of offloaded parameters.
-    """
-
-    inner: Sequence[nn.Module]
-    offloaded: Sequence[nn.Parameter]
-    flat_params: Mapping[FlatParameter, None]
-    owners: Sequence[tuple[nn.Module, str]]
-    with_masters: Sequence[nn.Parameter]
 
 
 def _check_transforms(module: nn.Module) -> None:

@@ -17,7 +17,7 @@ Only methods of `Gradient` change states and flags:
 |---|---|---|
 | backward has accumulated it | `arrive` | to `on_device` |
 | it is copied to the host | `GradientOffloader.offload` | from `on_device` to `host_grad` |
-| a job adds it to those of earlier micro-batches | `begin_accumulation`, and `add` in the job | from `host_grad` to `accum` |
+| a job adds it to those of earlier ones | `begin_accumulation`, and `add` in the job | from `host_grad` to `accum` |
 | a step uses it | `begin_step`, `mark_stepped`, `submit_step`, `end_step` | to a step, which may `retain` it |
 | a step is skipped | `begin_step`, `skip_step` | as if a step had used and kept it |
 | it is added to, or stepped again, without `zero_grad` | `resume` | from a step to `accum` |

@@ -32,7 +32,7 @@ Call by call, on the thread that runs backward unless a line names another one:
 
 from functools import partial
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -99,11 +99,6 @@ class GradientArrivals:
                 handles.append(hook_gradient(item.parameter, hook))
         return handles
 
-    def add(self, flat: FlatParameter, index: int, grad: Tensor) -> None:
-        """Adds a gradient in fp32, of an operator on the fp32 weight."""
-        if flat.param_views[index].parameter not in self._gradients.backward.ignored:
-            self._grads.add(flat, index, grad)
-
     @uninterrupted
     def _post_accumulate_grad(self, flat: FlatParameter, index: int, parameter: nn.Parameter) -> None:
         """Offloads a gradient that autograd has accumulated, and submits the step of `flat` after its last one."""
@@ -117,7 +112,7 @@ class GradientArrivals:
             return
         self._steps.check_not_submitted(flat, index)
         if grad.requires_grad:
-            self._grads.note_graph(flat, index)
+            gradients[flat].followed.add(index)
             grad = grad.detach()
         if self._running.defer_to_user_hooks:
             self._clipping.apply(self._offloaded.groups[flat][0])

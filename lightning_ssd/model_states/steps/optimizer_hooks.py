@@ -46,7 +46,7 @@ def hook_step(
 
         def with_grads(closure: Callable[[], Any]) -> Callable[[], Any]:
             def run() -> Any:
-                with grads.hidden(False), closure_runs(optimizer):
+                with grads.hide(False), closure_runs(optimizer):
                     return closure()
 
             return run
@@ -55,12 +55,12 @@ def hook_step(
             args = (args[0], with_grads(args[1]), *args[2:])
         elif kwargs.get("closure") is not None:
             kwargs = {**kwargs, "closure": with_grads(kwargs["closure"])}
-        grads.hide(True)
+        grads.hidden = True
         return args, kwargs
 
     def after(stepping: Optimizer, *_: object) -> None:
         if stepping is optimizer:
-            grads.hide(False)
+            grads.hidden = False
             end(optimizer)
 
     return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
@@ -118,7 +118,7 @@ def hook_zero_grad(
     def zero_all(set_to_none: bool = True) -> None:
         zero(optimizer, set_to_none)
         # Without the functions of `OffloadedParameter`, whose hidden `.grad` is torch's own: None.
-        with grads.hidden(), internals.without_torch_function():
+        with grads.hide(), internals.without_torch_function():
             zero_grad(set_to_none)
 
     optimizer.zero_grad = zero_all  # type: ignore[method-assign]

@@ -277,7 +277,7 @@ class FlatParameter:
             start: offset of the tensor's storage in the flat parameter, elements.
         """
         if isinstance(tensor, nn.Parameter) and tensor.dtype != self.dtype:  # saved by a function that read fp32 values
-            return _SavedWhole(self, tensor)
+            return tensor.save()  # type: ignore[attr-defined,no-any-return]
         with internals.without_torch_function():
             offset = int(tensor.storage_offset()) + start * self.dtype.itemsize // tensor.itemsize
             index = bisect_right(self._starts, offset * tensor.itemsize // self.dtype.itemsize) - 1
@@ -359,22 +359,6 @@ class _SavedView(SavedWeight):
             item = flat.param_views[self._index]
             check_version(item.parameter, self._version, self._dtype, self._size, lambda: _remedy(item.name))
         return flat.load(self._dtype, self._offset, self._size, self._stride)
-
-
-class _SavedWhole(SavedWeight):
-    """A parameter with fewer bits on the device than in plain training, which a function of user code has saved."""
-
-    __slots__ = ("_flat", "_parameter", "_version")
-
-    def __init__(self, flat: FlatParameter, parameter: nn.Parameter) -> None:
-        self._flat = flat
-        self._parameter = parameter
-        self._version = internals.version_of(parameter)
-
-    def load(self) -> Tensor:
-        self._flat.unshard()  # refuses weights whose step has begun
-        check_version(self._parameter, self._version, self._parameter.dtype, self._parameter.size())
-        return self._parameter.source.access.values(self._parameter)  # type: ignore[attr-defined,no-any-return]
 
 
 def _remedy(name: str) -> str:

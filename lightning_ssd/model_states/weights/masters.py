@@ -101,8 +101,7 @@ class MasterWeights:
         self._summoned = False
         self._handles = [hook_gradient(parameter, add_gradient) for parameter in self.by_param]
         for optimizer in optimizers if self.by_param else ():
-            self._replace_in_groups(optimizer, self.by_param)
-            _move_states(optimizer, self.by_param)
+            _replace(optimizer, self.by_param)
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
         for parameter, master in self.by_param.items():
@@ -175,8 +174,7 @@ class MasterWeights:
         for handle in self._handles:
             handle.remove()
         for optimizer in self._optimizers:
-            self._replace_in_groups(optimizer, self._parameter_of)
-            _move_states(optimizer, self._parameter_of)
+            _replace(optimizer, self._parameter_of)
         for parameter in self.by_param:
             assert isinstance(parameter, MasteredParameter)
             del parameter.master, parameter.exposed, parameter.assigned
@@ -234,11 +232,6 @@ class MasterWeights:
     def _note_versions(self, parameter: nn.Parameter) -> None:
         self._versions[parameter] = (internals.version_of(parameter), internals.version_of(self.by_param[parameter]))
 
-    @staticmethod
-    def _replace_in_groups(optimizer: Optimizer, instead: "dict[nn.Parameter, nn.Parameter]") -> None:
-        for group in optimizer.param_groups:
-            group["params"] = [instead.get(parameter, parameter) for parameter in group["params"]]
-
 
 def add_gradient(parameter: nn.Parameter) -> None:
     """Adds the gradient that autograd has accumulated for a parameter, if any, to its master's gradient."""
@@ -271,8 +264,10 @@ def _write(master: Tensor, values: Tensor) -> None:
         write_changed(target, part)
 
 
-def _move_states(optimizer: Optimizer, replacements: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Moves the optimizer states of parameters to other parameters (`replacements`)."""
+def _replace(optimizer: Optimizer, replacements: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Replaces parameters by others in the groups and the states of an optimizer."""
+    for group in optimizer.param_groups:
+        group["params"] = [replacements.get(parameter, parameter) for parameter in group["params"]]
     for parameter, replacement in replacements.items():
         if parameter in optimizer.state:
             optimizer.state[replacement] = optimizer.state.pop(parameter)

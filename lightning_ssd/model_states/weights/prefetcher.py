@@ -18,7 +18,6 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from time import perf_counter
-from typing import NamedTuple
 
 import torch
 
@@ -31,7 +30,6 @@ from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.model_states.stores import StateStore
 from lightning_ssd.model_states.units import FlatParameter
 from lightning_ssd.storage import Urgency
-from lightning_ssd.types import Overlap
 from lightning_ssd.waits import wait_for
 
 
@@ -42,7 +40,6 @@ class ParamPrefetcher:
         budget: bytes of device memory for compute weights; units in use are resident even if they exceed it.
         unstage: unstages values that are staged for user code; called before those of a flat parameter are.
         pull: copies user code's writes to memory that it shares with a flat parameter; called before its use.
-        overlap: argument of the strategy, for messages.
 
     Attributes:
         wait_seconds: seconds for which the host has waited, in uses, until copies of weights were issued: for steps of
@@ -57,7 +54,6 @@ class ParamPrefetcher:
         budget: int,
         unstage: Callable[[FlatParameter], None],
         pull: Callable[[FlatParameter], None],
-        overlap: Overlap = "optimized",
     ) -> None:
         self._units = units
         self._unit_of = {flat: index for index, flat_params in enumerate(units) for flat in flat_params}
@@ -68,7 +64,6 @@ class ParamPrefetcher:
         self._budget = budget
         self._unstage = unstage
         self._pull = pull
-        self._overlap = overlap
         self.wait_seconds = 0.0
         self._process = forks.process
         self._thread = threading.get_ident()
@@ -76,18 +71,18 @@ class ParamPrefetcher:
         """Loads of the resident flat parameters."""
         self._forwards = [0] * len(units)
         """Forwards of each unit in this micro-batch; recomputation in backward is not counted."""
-        self._recomputed: set[int] = set()
-        """Units whose weights operators outside of their forwards have used in this micro-batch's backward."""
         self._outside: set[int] = set()
-        """Units whose weights such operators have used before backward, so that a gradient of them arrives."""
-        self._read: set[int] = set()
-        """Units whose weights such operators have used unrecorded by autograd, maybe in a reentrant checkpoint."""
+        """Units whose weights operators outside of their forwards have used before backward: a gradient arrives."""
+        self._unsure: set[int] = set()
+        """Units whose weights such operators have used in backward, or unrecorded by autograd, maybe in a reentrant
+        checkpoint, in this micro-batch: a gradient may arrive."""
         self._recomputing: dict[int, int] = {}
         """The unit that has `recomputed_by` set for each thread in backward."""
         self._unrecorded: set[int] = set()
         """Units with a forward that autograd did not record, as that of a reentrant checkpoint."""
-        self._nodes: dict[int, _RunningNode] = {}
-        """The autograd node that each thread in backward runs."""
+        self._nodes: dict[int, tuple[int, set[int]]] = {}
+        """The number of the autograd node that each thread in backward runs, and the units whose weights the node has
+        unpacked. It may not have launched its kernels yet."""
         self._retired: set[FlatParameter] = set()
         forward = list(range(len(units)))
         self._expected: dict[str, list[int]] = {"train": forward + forward[::-1], "evaluate": forward}
@@ -105,7 +100,7 @@ class ParamPrefetcher:
                 self._expected[self._kind] = self._uses
             self._kind = kind
             self._forwards = [0] * len(self._units)
-            for units in (self._recomputed, self._outside, self._read, self._unrecorded):
+            for units in (self._outside, self._unsure, self._unrecorded):
                 units.clear()
             self._nodes.clear()
             for thread in list(self._recomputing):
@@ -163,16 +158,14 @@ class ParamPrefetcher:
                     self.check(flat)
                     self._pull(flat)
                 for unit in dict.fromkeys(self._unit_of[flat] for flat in held):
+                    recomputes = in_backward()
+                    (self._outside if record and not recomputes else self._unsure).add(unit)
                     if not record:
-                        self._read.add(unit)
                         self._make_resident(unit)
-                    elif in_backward():
-                        self._recomputed.add(unit)
-                        self._use(unit)
+                        continue
+                    self._use(unit)
+                    if recomputes:
                         self._begin_recomputation(unit)
-                    else:
-                        self._outside.add(unit)
-                        self._use(unit)
             yield
         finally:
             with self._lock:
@@ -191,9 +184,8 @@ class ParamPrefetcher:
         all weights.
         """
         unit = self._unit_of[flat]
-        if unit in self._recomputed | self._read or (unit in self._unrecorded and self.used_outside(flat)):
-            return False
-        return self._forwards[unit] == 1
+        unsure = unit in self._unsure or (unit in self._unrecorded and self.used_outside(flat))
+        return self._forwards[unit] == 1 and not unsure
 
     def unshard(self, flat: FlatParameter) -> None:
         """Makes `flat` resident for a saved weight that backward unpacks, or an operator on one of its parameters.
@@ -210,10 +202,9 @@ class ParamPrefetcher:
             node = internals.autograd_node()
             if node is not None:
                 number, thread = internals.sequence_of(node), threading.get_ident()
-                running = self._nodes.get(thread)
-                if running is None or running.number != number:
-                    running = self._nodes[thread] = _RunningNode(number, set())
-                running.units.add(unit)
+                if self._nodes.get(thread, (None,))[0] != number:
+                    self._nodes[thread] = number, set()
+                self._nodes[thread][1].add(unit)
             self._use(unit)
 
     def check(self, flat: FlatParameter) -> None:
@@ -223,13 +214,11 @@ class ParamPrefetcher:
         an error has ended the backward.
         """
         if flat in self._retired:
-            remedy = "Set `overlap='none'`."
-            if self._overlap == "none":
-                remedy = "Override `on_after_backward`: steps begin with `optimizer.step` then."
             raise RuntimeError(
                 f"the weights or optimizer states of {flat.name} are used after their gradient was complete and their "
                 "step had begun, in the same backward: by a hook, after an error (as in `on_exception`), or where no "
-                f"gradient flows (detached). {remedy}"
+                "gradient flows (detached). Set `overlap='none'`. If it is set, override `on_after_backward`: steps "
+                "begin with `optimizer.step` then."
             )
 
     def check_caller(self) -> None:
@@ -388,23 +377,12 @@ class ParamPrefetcher:
 
     def _evict_all_but(self, expected: Iterable[int]) -> None:
         """Evicts the units that are neither in use nor `expected` soon."""
-        kept = set(expected).union(*(running.units for running in self._nodes.values()))
+        kept = set(expected).union(*(units for _, units in self._nodes.values()))
         for flat, load in list(self._loads.items()):
             # A load that is not issued yet would write to memory of its next owner.
             in_use = flat.users or flat.recomputed_by
             if self._unit_of[flat] not in kept and not in_use and load.issued:
                 self.evict(flat)
-
-
-class _RunningNode(NamedTuple):
-    """An autograd node whose backward uses weights.
-
-    Attributes:
-        units: units whose weights the node has unpacked; it may not have launched its kernels yet.
-    """
-
-    number: int
-    units: set[int]
 
 
 class _Load:
