@@ -217,8 +217,8 @@ class ParamPrefetcher:
             raise RuntimeError(
                 f"the weights or optimizer states of {flat.name} are used after their gradient was complete and their "
                 "step had begun, in the same backward: by a hook, after an error (as in `on_exception`), or where no "
-                "gradient flows (detached). Set `overlap='none'`. If it is set, override `on_after_backward`: steps "
-                "begin with `optimizer.step` then."
+                "gradient flows (detached). Set `overlap='none'`, or, if it is set, override `on_after_backward`: "
+                "steps begin with `optimizer.step` then."
             )
 
     def check_caller(self) -> None:
