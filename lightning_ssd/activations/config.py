@@ -126,7 +126,7 @@ class OffloadConfig:
         out; without tiers, no activations are offloaded.
 
         Raises:
-            ValueError: there is room for no tier, and `offload` says what is to be offloaded.
+            ValueError: there is room for no tier, and `offload` says how much is to be offloaded.
         """
         config = self
         if config.host_memory != "auto" and (budget := parse_bytes(config.host_memory, "host_memory")):
@@ -145,7 +145,7 @@ class OffloadConfig:
             else:
                 config = replace(config, ssd_capacity=left)
         if config.tier == "host" and config.host_memory == 0:
-            if self.amount() not in ("auto", "none"):
+            if not isinstance(self.amount(), str):
                 budget = parse_bytes(self.host_memory, "host_memory")
                 raise ValueError(
                     f"`offload={self.offload!r}` finds no memory for activations: of `host_memory`, which is "

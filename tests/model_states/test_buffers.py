@@ -65,7 +65,7 @@ def test_states_that_fit_are_in_host_memory(tmp_path: Path, host_memory: str, ca
     expected = train(tmp_path, "auto", Deep())
     with caplog.at_level("INFO"):
         assert_same(train(tmp_path, ssd(states="auto", gpu_memory="1B", host_memory=host_memory), Deep()), expected)
-    assert ("host memory is short: optimizer states" in caplog.text) == (host_memory != "1GB")
+    assert ("host memory is short: rounded moments" in caplog.text) == (host_memory != "1GB")
     (line,) = [message for message in caplog.messages if "weights, gradients and optimizer states take" in message]
     assert ("0 B on SSDs" in line) == (host_memory == "1GB")
 

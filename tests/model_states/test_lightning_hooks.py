@@ -19,7 +19,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "plain": lambda: "auto",
     "activations": lambda: SSDOffloadStrategy(offload=1.0, min_bytes=1),
     "host": lambda: SSDOffloadStrategy(states="host", min_bytes=1),
-    "ssd": lambda: SSDOffloadStrategy(states="ssd", min_bytes=1, offload=1.0, host_memory="1MiB"),
+    "ssd": lambda: SSDOffloadStrategy(states="ssd", min_bytes=1, offload=1.0, host_memory="64MiB"),
 }
 SEES_GRADIENTS = {"on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"}
 """Hooks whose override makes the strategy keep every gradient until they have run."""

@@ -100,7 +100,7 @@ def host_bytes(path: Path, limit: float | None, **arguments: Any) -> list[int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepScheduler, "end", after_jobs)
-        train(path, offloading(**arguments), Model(), gradient_clip_val=limit, callbacks=[Watch()])
+        train(path, offloading(**arguments), Model(), batches=12, gradient_clip_val=limit, callbacks=[Watch()])
     return found
 
 
