@@ -45,7 +45,7 @@ PAPER_PLANNERS = (plan_ssdtrain, plan_fuyou, plan_lohan)
 N_SPREAD = 3
 """Number of intervals between the simulated search points from saving the least to saving everything."""
 
-SIMULATED_STAGES = 5000
+SIMULATED_STAGES = 8000
 """Simulated stages, over the plans of all points, steps and micro-batches, after which no more points are tried, if a
 plan fits."""
 
