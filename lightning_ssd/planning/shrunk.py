@@ -4,10 +4,9 @@ Ragged batches have many sizes, and a search takes as long as several steps. So 
 and steps of the first plan, and differs in one number: how many units free memory.
 """
 
-from bisect import bisect_left
 from dataclasses import replace
 
-from lightning_ssd.planning.few_launches import keep_units
+from lightning_ssd.planning.few_launches import keep_most
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.plan import Plan
@@ -15,11 +14,9 @@ from lightning_ssd.planning.simulator import simulate
 
 
 def shrink_plan(model: ModelProfile, hardware: HardwareProfile, plan: Plan, size: float) -> Plan:
-    """Returns the plan with the fewest units that free memory, as they do in `plan`, that fits.
+    """Returns the plan with the fewest units that free memory, as they do in `plan`, that fits; else all of them do.
 
-    The first units free memory first, as backward needs their tensors last. Fewer such units need more memory, so that
-    a few simulations find the number. If no number fits, all of them do. The window shrinks with the micro-batch, so
-    that as many tensors as before are in transfer at a time.
+    The window shrinks with the micro-batch, so that as many tensors as before are in transfer at a time.
 
     Args:
         model: profile of the micro-batches for which `plan` was made.
@@ -29,12 +26,4 @@ def shrink_plan(model: ModelProfile, hardware: HardwareProfile, plan: Plan, size
     """
     smaller = model.with_size(size)
     plan = replace(plan, window_bytes=int(size * plan.window_bytes))
-    freeing = [name for name, unit in plan.units.items() if not unit.keeps_all]
-
-    def with_units(count: int) -> Plan:
-        return keep_units(plan, freeing[count:])
-
-    def fits(count: int) -> bool:
-        return not simulate(smaller, hardware, with_units(count)).excess_bytes(hardware)
-
-    return with_units(bisect_left(range(len(freeing)), True, key=fits))
+    return keep_most(plan, lambda one: not simulate(smaller, hardware, one).excess_bytes(hardware))

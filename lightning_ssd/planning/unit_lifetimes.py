@@ -27,7 +27,9 @@ MAX_PLANS = 6
 """Most plans, each for less GPU memory than the one before: the lifetimes do not include the prefetch window."""
 
 
-def plan_units(model: ModelProfile, hardware: HardwareProfile, fixed: FixedPlacement | None = None) -> Plan:
+def plan_units(
+    model: ModelProfile, hardware: HardwareProfile, fixed: FixedPlacement | None = None, most_seconds: float = inf
+) -> Plan:
     """Returns Teraio's plan: tensors with the best ratio of benefit and cost migrate, and nothing is recomputed.
 
     A part of a unit is kept on the GPU unless its weights or states migrate. The CPU steps migrating parts, unlike in
@@ -37,18 +39,20 @@ def plan_units(model: ModelProfile, hardware: HardwareProfile, fixed: FixedPlace
         model: profile of the model.
         hardware: profile of the machine.
         fixed: tiers of model states; None: weights and states migrate, too.
+        most_seconds: duration of a step from which on the search ends, as faster plans are known.
     """
     divided = fixed is None and model.undivided is not model
-    found = [rated_plan(model, planned, hardware, fixed) for planned in (model, *[model.undivided] * divided)]
+    models = (model, *[model.undivided] * divided)
+    found = [_rated_plan(model, planned, hardware, fixed, most_seconds) for planned in models]
     return min(found, key=itemgetter(0, 1))[2]
 
 
-def rated_plan(
+def _rated_plan(
     model: ModelProfile,
     planned: ModelProfile,
     hardware: HardwareProfile,
     fixed: FixedPlacement | None,
-    most_seconds: float = inf,
+    most_seconds: float,
 ) -> tuple[int, float, Plan]:
     """Returns the best plan in which the tensors of `planned` migrate, after its excess bytes and step seconds.
 
