@@ -361,7 +361,7 @@ class AutoPlan(Uncopied):
         obstacle = self._find_obstacle()
         if obstacle is None:
             if checkpoints is not None and self._short and not checkpointed:
-                checkpoints.checkpoint_all(known.limit)
+                checkpoints.begin_all(known.limit)
             self._begin_plan(known)
         elif checkpointed:  # such as compiled code that ran later: nothing is known of steps that checkpoint no unit
             self._obstacle = obstacle
@@ -510,7 +510,7 @@ class AutoPlan(Uncopied):
             if cycle.measuring or cycle.plan_smaller():
                 return
             self._obstacle = f"no plan needs less memory than one that has run out of it. {SMALLER}"
-        elif cycle.measuring and cycle.checkpoint_all():
+        elif cycle.measuring and cycle.checkpoint_in_place_of_profile():
             self._training.inform(
                 "offload='auto': checkpoints all units that may be, as profiling needs more memory than there is."
             )

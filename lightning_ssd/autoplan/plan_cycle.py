@@ -446,7 +446,7 @@ class PlanCycle(ProfiledSteps):
             self._apply(runner, smaller)
         return smaller is not None
 
-    def checkpoint_all(self) -> bool:
+    def checkpoint_in_place_of_profile(self) -> bool:
         """Ends the profile, as there is no memory for it, and checkpoints all units that may be from the next step on.
 
         Units that may be are known from the last forward that was recorded, but no time is. All other saved tensors are

@@ -102,7 +102,7 @@ class UnplannedCheckpoints(Uncopied):
             return {}
         return {one: self._proofs[one] for one, kind in self._kinds.items() if self._may_run_again.get(kind)}
 
-    def checkpoint_all(self, limit: ResidentLimit) -> None:
+    def begin_all(self, limit: ResidentLimit) -> None:
         """Checkpoints all units that may be from now on. `limit` is that of the present or next micro-batch."""
         self.short = True
         if self.modules:
@@ -208,7 +208,7 @@ class UnplannedCheckpoints(Uncopied):
             saved, most = self._saved() - self._saved_before + limit.unsaved_bytes + left, limit.meter.limit()
             possible = any(self._may_run_again.values()) and self._training.offloader.policy.mode is None
             if self._level + saved > most or (possible and self._lacks):
-                self.checkpoint_all(limit)
+                self.begin_all(limit)
             elif not limit.known:
                 surely_fit = self._level + saved <= SURELY_FITS * most
                 surely_fit = surely_fit and not (limit.measuring and self._may_run_again)

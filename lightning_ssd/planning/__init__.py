@@ -6,7 +6,7 @@ The modules, by subject, in the order in which they are best read:
 - predictions: `simulator`, `step_tasks`, `event_simulation`, `stages`, `resident`, `calibration` (corrects
   profiles by timed steps).
 - planners: `planners` (by name), `holistic` (the default), `shrunk` (its plans for smaller micro-batches),
-  `few_launches`, `saved_groups` (helpers); `papers` with `ssdtrain`, `fuyou`, `lohan` and `phase`; `unit_lifetimes`
+  `whole_units`, `saved_groups` (helpers); `papers` with `ssdtrain`, `fuyou`, `lohan` and `phase`; `unit_lifetimes`
   (Teraio's rule for units) with `teraio` (its algorithm), `io_timeline` and `migration`.
 - moves: `state_moves` (whether another placement of model states is worth it).
 - reports: `report`, `endurance`.
@@ -14,7 +14,6 @@ The modules, by subject, in the order in which they are best read:
 
 from lightning_ssd.planning.calibration import calibrate, calibrate_step_rate
 from lightning_ssd.planning.endurance import DAY, YEAR, bytes_per_day, large_write_endurance, lifetime_seconds
-from lightning_ssd.planning.few_launches import checkpoint_all, keep_all, offload_inputs
 from lightning_ssd.planning.hardware import INFINITE_STEP_RATE, HardwareProfile, HostOverhead
 from lightning_ssd.planning.io_timeline import Floats
 from lightning_ssd.planning.migration import (
@@ -64,3 +63,4 @@ from lightning_ssd.planning.validation import (
     load_json,
     write_text,
 )
+from lightning_ssd.planning.whole_units import checkpoint_all, keep_all, offload_inputs

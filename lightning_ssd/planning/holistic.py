@@ -1,7 +1,7 @@
 """The default planner: plans activations and model states together, by simulated time within every tier's memory.
 
 The search improves one best point, within a budget of simulations (`simulator`), and then the fastest plan with units
-that are kept or freed as a whole. `saved_groups` makes the plan of a point, and `few_launches` those plans.
+that are kept or freed as a whole. `saved_groups` makes the plan of a point, and `whole_units` those plans.
 """
 
 from bisect import bisect_left, bisect_right
@@ -10,13 +10,6 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from math import inf
 
-from lightning_ssd.planning.few_launches import (
-    checkpoint,
-    checkpoint_all,
-    keep_all,
-    keep_most,
-    offload_inputs,
-)
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.papers import plan_fuyou, plan_lohan, plan_ssdtrain
@@ -34,6 +27,13 @@ from lightning_ssd.planning.saved_groups import (
 from lightning_ssd.planning.simulator import Prediction, count_steps, simulate
 from lightning_ssd.planning.stages import cut_stages
 from lightning_ssd.planning.unit_lifetimes import plan_units
+from lightning_ssd.planning.whole_units import (
+    checkpoint,
+    checkpoint_all,
+    keep_all,
+    keep_most,
+    offload_inputs,
+)
 from lightning_ssd.types import ClipMode, InputChoice, Tier
 
 RESIDENT_SHARES = (0.0, 1 / 3, 2 / 3, 1.0)

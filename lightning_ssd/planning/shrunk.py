@@ -6,11 +6,11 @@ and steps of the first plan, and differs in one number: how many units free memo
 
 from dataclasses import replace
 
-from lightning_ssd.planning.few_launches import keep_most
 from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.plan import Plan
 from lightning_ssd.planning.simulator import simulate
+from lightning_ssd.planning.whole_units import keep_most
 
 
 def shrink_plan(model: ModelProfile, hardware: HardwareProfile, plan: Plan, size: float) -> Plan:

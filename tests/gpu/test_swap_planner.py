@@ -13,7 +13,7 @@ from lightning_ssd import SSDOffloadStrategy, SwapPlanner
 from lightning_ssd.activations import config
 from lightning_ssd.model_states import StatesConfig
 from lightning_ssd.planning import HardwareProfile, simulate
-from lightning_ssd.planning.few_launches import keep_all
+from lightning_ssd.planning.whole_units import keep_all
 from lightning_ssd.recipes.models.gpt import GPT
 from tests.support.compare import assert_same
 from tests.support.delays import DELAYS, SlowCopies

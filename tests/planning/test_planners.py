@@ -24,10 +24,10 @@ from lightning_ssd.planning import (
     plan_for_least_memory,
     simulate,
 )
-from lightning_ssd.planning.few_launches import checkpoint, checkpoint_all, keep_all, offload_inputs
 from lightning_ssd.planning.holistic import CAUTION, PLAIN_GAIN, SAME_EXCESS, min_memory_plan
 from lightning_ssd.planning.resident import resident_by_kind
 from lightning_ssd.planning.saved_groups import build_plan, default_plan, default_window, saved_groups
+from lightning_ssd.planning.whole_units import checkpoint, checkpoint_all, keep_all, offload_inputs
 from lightning_ssd.types import Choice, ClipMode, InputChoice, Tier
 from tests.support.products import combinations
 from tests.support.profiles import GB, GIB, H100, divide, machines, make_model, models

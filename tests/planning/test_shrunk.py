@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ssd.planning import HardwareProfile, ModelProfile, make_plan, shrink_plan, simulate
-from lightning_ssd.planning.few_launches import keep_all
+from lightning_ssd.planning.whole_units import keep_all
 from tests.support.profiles import GB, H100, machines, make_model, models
 
 
