@@ -420,7 +420,7 @@ def test_the_log_names_the_host_memory_of_steps_without_a_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """That of saved tensors for which there is no room before units are checkpointed."""
-    monkeypatch.setattr(UnplannedCheckpoints, "checkpoint_all", lambda *_: None)
+    monkeypatch.setattr(UnplannedCheckpoints, "begin_all", lambda *_: None)
     monkeypatch.setattr(UnplannedCheckpoints, "_lacks_room", lambda *_: False)
     use(SHORT, monkeypatch)
     with caplog.at_level("INFO"):
