@@ -12,6 +12,10 @@ Call by call, on the thread that runs backward unless a line names another one:
    scale is not decided then, the stream waits in `StepScheduler.end`: before that, the scale would wait for the copies.
 4. `StepScheduler.submit`, after the flat parameter's last gradient, if no user code may read it before the step:
    evicts the weights. Otherwise `StepScheduler.end_backward`, or `StepScheduler.end` at `optimizer.step`, calls it.
+   Where devices of several ranks read each other's memory, `RankSteps.keep_on_device` copies a complete gradient to a
+   slot of `PeerMemory`, in place of 3. `RankSteps.sum` passes it to its owner, whose `PeerSums`, on the thread `sums`,
+   writes the mean to host memory. The slot belongs to the rank again when the owner has read it; steps 5 to 9 are the
+   owner's, with the mean, or `DeviceStates.step`.
 5. `GradientOffloader.hand_over` in `submit`: the step owns the gradient and the stored values from now on, until its
    future is done. Where steps accumulate, the worker sums the gradient in fp32 first.
 6. `OptimizerStep.speculative`, `deferred` or `serial`: which one runs, `StepScheduler._begin_step` chooses.
