@@ -141,7 +141,7 @@ class PlanCycle(ProfiledSteps):
         """Steps under the plan in force that were measured up to the last comparison."""
         self._compared_plan: Plan | None = None
         """The plan that this number is of."""
-        self._fitted = False
+        self._memory_counted = False
         """Whether the profile counts the memory that measured steps need, or a step has run out of memory since."""
         self._last: tuple[PlanRunner, Plan] | None = None
         """The last plan that was applied and reported, and its runner."""
@@ -317,10 +317,10 @@ class PlanCycle(ProfiledSteps):
             plan = self._maker.make(runner)
         if self._recompilation is not None and self._recompilation.choose(runner, plan):
             return
-        self._fitted = False
-        self._apply(*self._place(runner, plan))
+        self._memory_counted = False
+        self._apply(*self._place_states(runner, plan))
 
-    def _place(self, runner: PlanRunner, plan: Plan) -> tuple[PlanRunner, Plan]:
+    def _place_states(self, runner: PlanRunner, plan: Plan) -> tuple[PlanRunner, Plan]:
         """Moves model states, unless they were moved before, if another placement than that of a new plan is better.
 
         Returns:
@@ -392,15 +392,15 @@ class PlanCycle(ProfiledSteps):
             log_metrics(self.training, runner, comparison)
         if first and self.planned:
             report_comparison(self.training, comparison)
-        if not self._fitted and self._last == (runner, runner.plan):
-            self._fit(runner, comparison)
+        if not self._memory_counted and self._last == (runner, runner.plan):
+            self._count_measured_memory(runner, comparison)
 
-    def _fit(self, runner: PlanRunner, comparison: Comparison) -> None:
+    def _count_measured_memory(self, runner: PlanRunner, comparison: Comparison) -> None:
         """Has the profile, once, count the memory that measured steps need, and makes rows for what they leave.
 
         If these steps exceed the limit, the plan is made again.
         """
-        self._fitted = True
+        self._memory_counted = True
         runner.add_missing_memory(comparison)
         most = (1 + MAX_EXCESS) * runner.hardware.gpu_bytes
         if comparison.predicted.gpu_peak_bytes <= most < comparison.gpu_peak_bytes:
@@ -425,7 +425,7 @@ class PlanCycle(ProfiledSteps):
         assert runner is not None
         failed = runner.prediction
         assert failed is not None
-        self._fitted = True
+        self._memory_counted = True
         if self._unmoved is not None and owner is not None and owner.can_move_states():
             self.training.inform("SwapPlanner: a step has run out of memory: model states are moved back.")
             unmoved, self._unmoved = self._unmoved, None
@@ -440,7 +440,7 @@ class PlanCycle(ProfiledSteps):
         plan = self._maker.make(runner)
         if simulate(runner.profile, runner.hardware, plan).excess_bytes(runner.hardware):
             self._states_moved = False  # more of them may have to be moved
-        runner, plan = self._place(runner, plan)
+        runner, plan = self._place_states(runner, plan)
         smaller = self._maker.make_smaller(runner, plan, failed)
         if smaller is not None:
             self._apply(runner, smaller)

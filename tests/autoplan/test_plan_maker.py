@@ -196,7 +196,7 @@ def test_states_may_move_again_if_no_plan_fits_beside_those_that_stayed(gpu_byte
         training=SimpleNamespace(owner=owner, states=object(), inform=lambda text: None),
         _apply=lambda runner, plan: applied.append(plan),
     )  # fmt: skip
-    cycle._place = lambda runner, plan: PlanCycle._place(cycle, runner, plan)
+    cycle._place_states = lambda runner, plan: PlanCycle._place_states(cycle, runner, plan)
     assert PlanCycle.plan_smaller(cycle)
     assert bool(moved) == again and len(applied) == 1
     assert not simulate(model, runner.hardware, applied[0]).excess_bytes(runner.hardware)
