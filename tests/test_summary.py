@@ -169,9 +169,14 @@ def test_offload_without_memory_for_a_tier_is_refused(tmp_path: Path, offload: A
         make_trainer(tmp_path, strategy).fit(SmallModel(), batches(2))
 
 
+def test_nothing_is_offloaded_without_memory_for_a_tier_if_that_was_asked_for(tmp_path: Path) -> None:
+    strategy = offloading(states="host", host_memory="1MiB", offload=0)
+    make_trainer(tmp_path, strategy).fit(SmallModel(), batches(2))
+
+
 def test_a_budget_of_more_host_memory_than_is_free_is_said(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"`host_memory='900TiB'` is more than the .* that are free: .* Give less"):
-        make_trainer(tmp_path, offloading(host_memory="900TiB", offload="none")).fit(SmallModel(), batches(1))
+    with pytest.warns(UserWarning, match=r"`host_memory='900TiB'` is more than the .* that are free .* Give less"):
+        make_trainer(tmp_path, offloading(states="host", host_memory="900TiB")).fit(SmallModel(), batches(1))
 
 
 def test_the_summary_is_logged_once_a_fit(tmp_path: Path, lines: list[str]) -> None:

@@ -145,7 +145,7 @@ class OffloadConfig:
             else:
                 config = replace(config, ssd_capacity=left)
         if config.tier == "host" and config.host_memory == 0:
-            if not isinstance(self.amount(), str):
+            if (amount := self.amount()) and not isinstance(amount, str):
                 budget = parse_bytes(self.host_memory, "host_memory")
                 raise ValueError(
                     f"`offload={self.offload!r}` finds no memory for activations: of `host_memory`, which is "

@@ -49,6 +49,9 @@ SIMULATED_STAGES = 8000
 """Simulated stages, over the plans of all points, steps and micro-batches, after which no more points are tried, if a
 plan fits."""
 
+LEAST_SIMULATIONS = 40
+"""Distinct plans after which no more numbers of parts on the GPU are tried, in models of which fewer points are."""
+
 MARGIN = 0.005
 """Share of a tier's budget that is left unused after a plan exceeded the budget and was reduced."""
 
@@ -187,7 +190,7 @@ class _Search:
         self.clip = clip if fixed is None or clip is not None else fixed.clip
         self._window = default_window(model, None if fixed is None else fixed.weights)
         min_memory = min_memory_plan(model, window_bytes=self._window, ssd_bytes=hardware.ssd_bytes)
-        min_memory = min_memory if fixed is None else fixed.apply(model, min_memory)
+        min_memory = (min_memory if fixed is None else fixed.apply(model, min_memory)).clipped(self.clip)
         # Tensors with the most recomputation seconds per byte are saved first, after those that can't be recomputed.
         tensors = saved_groups(model)
         self.tensors = sorted(tensors, key=_seconds_per_byte, reverse=True)
@@ -247,7 +250,8 @@ class _Search:
         for clip, resident in product(("deferred", "speculative") if self.clip is None else (self.clip,), counts):
             self._keep_most_units(self._with_resident(self.fastest.plan.clipped(clip), resident))
         step = max(1, len(self.parts) // 8) if self.fixed is None else 1
-        while step:
+        most = len(self._predictions) + max(self._most_simulations, LEAST_SIMULATIONS)
+        while step and len(self._predictions) < most:
             fastest, plan = self.fastest, self.fastest.plan
             for window_bytes in (plan.window_bytes // 2, max(2 * plan.window_bytes, self._window // 8)):
                 changed = replace(plan, window_bytes=window_bytes)
@@ -256,10 +260,10 @@ class _Search:
             count = [*(part.offloaded for part in plan.parts(self.model)), True].index(True)
             narrower = replace(plan, window_bytes=plan.window_bytes // 2)
             for base, resident in ((plan, count + step), (plan, count - step), (narrower, count + step)):
-                if 0 <= resident <= len(self.parts):
-                    self._keep_most_units(self._with_resident(base, resident))
+                resident = min(max(resident, 0), len(self.parts))
+                self._keep_most_units(self._with_resident(base, resident))
             if self.fastest.score >= (fastest.score[0], fastest.score[1] / CLOSE_ENOUGH):
-                step //= 3
+                step = 1 if 1 < step < 3 else step // 3
 
     def _with_resident(self, plan: Plan, resident: int) -> Plan:
         """Returns a plan with that number of first parts on the GPU, and the others as the best point places them."""
@@ -269,13 +273,16 @@ class _Search:
     def consider_papers(self) -> None:
         """Simulates the plans of least memory, and those of papers, but Teraio's.
 
-        The former are made without SSDs, too, and with units checkpointed that may be.
+        The former are made without SSDs, too, with units checkpointed that may be, with inputs of units kept, or with
+        all tensors offloaded.
         """
         on_ssd = min_memory_plan(self.model, ssd_bytes=self.hardware.ssd_bytes)
         in_host = [min_memory_plan(self.model, window, ssd_bytes=0) for window in (self._window, 0)]
         checkpointed = (offload_inputs(checkpoint_all(self.model, plan) or plan) for plan in in_host)
+        placement = FixedPlacement.of(self.model, in_host[1])
+        offloading = default_plan(self.model, placement, {"host": self.model.saved_bytes}, 0)
         of_papers = (planner(self.model, self.hardware) for planner in PAPER_PLANNERS)
-        for plan in (on_ssd, *in_host, *checkpointed, *of_papers):
+        for plan in (on_ssd, *in_host, *checkpointed, _keep_inputs(in_host[1]), offloading, *of_papers):
             self.consider(plan if self.fixed is None else self.fixed.apply(self.model, plan))
 
     def consider(self, plan: Plan) -> Prediction:
@@ -379,7 +386,7 @@ class _Search:
         ideal = self.model.micro_batches * self._ideal_seconds
         while self._best_point is not None:
             for point in list(self._neighbours(*self._best_point[1:], amount, parts)):
-                if self._simulations >= self._most_simulations or self.fastest.score <= (0.0, CLOSE_ENOUGH * ideal):
+                if self.is_over() or self.fastest.score <= (0.0, CLOSE_ENOUGH * ideal):
                     return
                 if self.try_point(point):
                     break
@@ -402,10 +409,9 @@ class _Search:
         if freeing is None:
             self._consider_with_room(base)
             placement = FixedPlacement.of(self.model, base)
-            least = min_memory_plan(self.model, ssd_bytes=0)
+            keeping = _keep_inputs(min_memory_plan(self.model, ssd_bytes=0))
             offloading = default_plan(self.model, placement, {"host": self.model.saved_bytes}, 0)
-            keeping_inputs = {name: replace(unit, input="keep") for name, unit in least.units.items()}
-            for units in (keeping_inputs, offloading.units):
+            for units in (keeping.units, offloading.units):
                 freeing = replace(base, units=units).placed(self.model, base.parts(self.model))
                 if self._has_room(freeing):
                     self.consider(keep_most(freeing, self._has_room))
@@ -510,6 +516,11 @@ class _Search:
             gpu_bytes -= needed
             count += 1
         return count
+
+
+def _keep_inputs(plan: Plan) -> Plan:
+    """Returns `plan` with the inputs of all units kept."""
+    return replace(plan, units={name: replace(unit, input="keep") for name, unit in plan.units.items()})
 
 
 def _exceeds_no_more(one: Prediction, other: Prediction, hardware: HardwareProfile) -> bool:

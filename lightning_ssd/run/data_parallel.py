@@ -239,7 +239,7 @@ def _checked(ddp: Mapping[str, Any] | None) -> dict[str, Any]:
         raise TypeError(f"{show_argument('ddp', ddp)} is no dictionary of arguments. {legal}")
     reserved = {
         "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin", "start_method",
-        "module",
+        "module", "device_ids", "output_device", "kwargs",
     }  # fmt: skip
     if named := sorted(reserved & ddp.keys()):
         raise ValueError(

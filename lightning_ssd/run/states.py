@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_ssd._lightning import fabric, pl
 from lightning_ssd.activations import (
+    HOST_MEMORY,
     ActivationOffloader,
     OffloadConfig,
     check_no_cuda_graphs,
@@ -135,16 +136,16 @@ class RunStates(Uncopied, StatesOwner):
         root = trainer.default_root_dir
         self._default_path = root if "://" in root else os.path.abspath(root)
         self._storage = self._config.resolve(self._default_path, self._processes)
-        budget, free = self._storage.host_memory, available_memory()
-        if budget != "auto" and parse_bytes(budget, "host_memory") > free:
-            pl.utilities.rank_zero_warn(
-                f"{show_argument('host_memory', budget)} is more than the {format_bytes(free)} of host memory that are "
-                "free: the system may kill the process when it takes them. Give less."
-            )
         self._fitting = is_fitting(trainer)
         self.offloads = self._choose_offloads()
         if self.offloads:
             self._check_can_offload(trainer)
+            budget, free = HOST_MEMORY.parse(self._config.host_memory), available_memory() // self._processes
+            if isinstance(budget, int) and budget > free and self._fitting:
+                pl.utilities.rank_zero_warn(
+                    f"{show_argument('host_memory', self._config.host_memory)} is more than the {format_bytes(free)} "
+                    "that are free for each process: the system may kill the training when it takes them. Give less."
+                )
 
     def _choose_offloads(self) -> bool:
         if self._fitting and (plan := self._placing_plan()) is not None:

@@ -574,6 +574,12 @@ def with_embedding() -> ModelProfile:
     return replace(model, units=(embedding, *model.units), largest_tensor_bytes=4 * GB)
 
 
+@pytest.mark.parametrize("clip", ["deferred", "speculative"])
+def test_a_plan_has_the_clip_mode_of_the_training_although_none_fits(clip: ClipMode) -> None:
+    model = make_model(4, saved=GB, parameters=10**8, clip_norm=True)
+    assert make_plan(model, replace(H100, gpu_bytes=1), clip=clip).clip == clip
+
+
 def test_a_window_is_narrower_where_the_largest_tensor_lacks_its_memory() -> None:
     model, machine = with_embedding(), replace(H100, gpu_bytes=12 * GB)
     plan = make_plan(model, machine, clip="deferred")

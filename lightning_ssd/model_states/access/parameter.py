@@ -113,6 +113,13 @@ class OffloadedParameter(_RunsOperators, TrainedParameter):
     byte_offset = 0
     versioned = True
 
+    def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Tensor:
+        """Does the same as `.data = source`, or raises RuntimeError for memory of another kind or shape."""
+        if not isinstance(source, Tensor) or args or kwargs:
+            return super().set_(source, *args, **kwargs)
+        self.data = source
+        return self
+
     @property
     def plain_dtype(self) -> torch.dtype:
         """The dtype in plain training."""
@@ -672,7 +679,7 @@ def _note_function(args: Any, kwargs: Mapping[str, Any]) -> None:
     Raises:
         RuntimeError: the function was given a tensor whose graph was freed, for which its backward would not run.
     """
-    frame = sys._getframe(2)
+    frame = sys._getframe(1)  # a thread of autograd may have no frame before that: a hook may be a method in C
     for value in offloaded_in(args, kwargs).values():
         differs = value.graph.freed if isinstance(value, OffloadedView) else value.flat.mixed and value.requires_grad
         if differs and not torch.is_inference_mode_enabled() and is_given_to_forward(value, frame):
