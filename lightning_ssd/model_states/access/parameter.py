@@ -205,7 +205,7 @@ class OffloadedView(_RunsOperators, Tensor):
 
     def _mark(self) -> None:
         """Has autograd save references in place of the view, which has no memory."""
-        mark_offloaded(storage_of(self), AliasReferences(self.source, self.byte_offset))
+        mark_offloaded(storage_of(self), AliasReferences(self.source, self.byte_offset, versioned=self.versioned))
 
     def release(self, *, keep: bool) -> None:
         """Ends the forward that has backed the view: operators of torch read the present values from now on.
@@ -365,11 +365,13 @@ class AliasReferences:
 
     Args:
         start: offset of the storage in the source, bytes.
+        versioned: as of `OffloadedView`, of all views of the memory.
     """
 
-    def __init__(self, source: Source, start: int = 0) -> None:
+    def __init__(self, source: Source, start: int = 0, *, versioned: bool) -> None:
         self._source = source
         self._start = start
+        self._versioned = versioned
 
     def save(self, tensor: Tensor) -> SavedWeight:
         if isinstance(tensor, OffloadedView) and not tensor.backed:
@@ -377,7 +379,7 @@ class AliasReferences:
         with internals.without_torch_function():
             offset = self._start + int(tensor.storage_offset()) * tensor.itemsize
             memory = as_non_view(tensor, backed=False)
-        view = OffloadedView.make(self._source, offset, memory, versioned=True, backed=False)
+        view = OffloadedView.make(self._source, offset, memory, versioned=self._versioned, backed=False)
         return _SavedTensor(view)
 
 
@@ -388,12 +390,13 @@ class _SavedTensor(SavedWeight):
 
     def __init__(self, tensor: OffloadedTensor) -> None:
         self._tensor = tensor
-        self._counter = tensor.source.item.parameter if tensor.versioned else tensor
-        self._version = internals.version_of(self._counter)
+        self._counter = tensor.source.item.parameter if tensor.versioned else None
+        self._version = 0 if self._counter is None else internals.version_of(self._counter)
 
     def load(self) -> Tensor:
         tensor = self._tensor
-        check_version(self._counter, self._version, tensor.dtype, tensor.size())
+        if self._counter is not None:
+            check_version(self._counter, self._version, tensor.dtype, tensor.size())
         return tensor.source.access.values(tensor) if isinstance(tensor, OffloadedTensor) else tensor.detach()
 
 

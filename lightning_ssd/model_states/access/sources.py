@@ -48,7 +48,7 @@ class Weights(Source):
             return self.read()
         if self.index not in flat.forward_values:
             values = flat.forward_values[self.index] = self.read()
-            mark_offloaded(values.untyped_storage(), AliasReferences(self))
+            mark_offloaded(values.untyped_storage(), AliasReferences(self, versioned=True))
         return flat.forward_values[self.index]
 
     def write(self, values: Tensor) -> None:

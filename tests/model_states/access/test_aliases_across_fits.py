@@ -88,6 +88,45 @@ def test_aliases_follow_weights_that_are_offloaded_elsewhere(tmp_path: Path) -> 
     assert_same(*runs)
 
 
+class Doubled(torch.autograd.Function):
+    """Saves a second argument, whose sum backward needs."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, saved: Tensor) -> Tensor:
+        ctx.save_for_backward(saved)
+        return 2 * values
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad * ctx.saved_tensors[0].sum(), None
+
+
+class SavingData(Toy):
+    """A toy whose `data` of a weight autograd saves in training, after a tensor with a graph was written to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if not self.kept:
+            alias, values = self.blocks[0].up.weight.data, torch.ones(3, requires_grad=True)
+            alias.mul_(torch.ones(8, 8, requires_grad=True))
+            self.kept = [values, Doubled.apply(values, alias)]
+        return super().training_step(batch, batch_idx)
+
+
+def test_data_that_autograd_has_saved_is_read_after_the_training(tmp_path: Path) -> None:
+    found = []
+    for states in ("host", None):
+        module = SavingData()
+        strategy: Any = "auto" if states is None else SSDOffloadStrategy(states="host", min_bytes=1, gpu_memory="1B")
+        make_trainer(tmp_path, strategy, max_epochs=1, num_sanity_val_steps=0).fit(module, loader(), loader(1))
+        module.kept[1].sum().backward()
+        found.append(module.kept[0].grad)
+    assert_same(*found)
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "conversion": lambda module: module.double(),
     "data": lambda module: setattr(module.blocks[0].up.weight, "data", torch.ones(8, 8)),
