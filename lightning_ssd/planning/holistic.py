@@ -50,7 +50,8 @@ SIMULATED_STAGES = 8000
 plan fits."""
 
 LEAST_SIMULATIONS = 40
-"""Distinct plans after which no more numbers of parts on the GPU are tried, in models of which fewer points are."""
+"""Plans with other numbers of parts on the GPU, and other windows, that are simulated in any case before the search
+ends. In models of few stages, there are as many as points."""
 
 MARGIN = 0.005
 """Share of a tier's budget that is left unused after a plan exceeded the budget and was reduced."""
@@ -250,8 +251,8 @@ class _Search:
         for clip, resident in product(("deferred", "speculative") if self.clip is None else (self.clip,), counts):
             self._keep_most_units(self._with_resident(self.fastest.plan.clipped(clip), resident))
         step = max(1, len(self.parts) // 8) if self.fixed is None else 1
-        most = len(self._predictions) + max(self._most_simulations, LEAST_SIMULATIONS)
-        while step and len(self._predictions) < most:
+        last = len(self._predictions) + max(self._most_simulations, LEAST_SIMULATIONS)
+        while step and len(self._predictions) < last:
             fastest, plan = self.fastest, self.fastest.plan
             for window_bytes in (plan.window_bytes // 2, max(2 * plan.window_bytes, self._window // 8)):
                 changed = replace(plan, window_bytes=window_bytes)
@@ -279,10 +280,8 @@ class _Search:
         on_ssd = min_memory_plan(self.model, ssd_bytes=self.hardware.ssd_bytes)
         in_host = [min_memory_plan(self.model, window, ssd_bytes=0) for window in (self._window, 0)]
         checkpointed = (offload_inputs(checkpoint_all(self.model, plan) or plan) for plan in in_host)
-        placement = FixedPlacement.of(self.model, in_host[1])
-        offloading = default_plan(self.model, placement, {"host": self.model.saved_bytes}, 0)
         of_papers = (planner(self.model, self.hardware) for planner in PAPER_PLANNERS)
-        for plan in (on_ssd, *in_host, *checkpointed, _keep_inputs(in_host[1]), offloading, *of_papers):
+        for plan in (on_ssd, *in_host, *checkpointed, *self._without_checkpoints(in_host[1]), *of_papers):
             self.consider(plan if self.fixed is None else self.fixed.apply(self.model, plan))
 
     def consider(self, plan: Plan) -> Prediction:
@@ -408,11 +407,7 @@ class _Search:
         freeing = checkpoint_all(self.model, kept)
         if freeing is None:
             self._consider_with_room(base)
-            placement = FixedPlacement.of(self.model, base)
-            keeping = _keep_inputs(min_memory_plan(self.model, ssd_bytes=0))
-            offloading = default_plan(self.model, placement, {"host": self.model.saved_bytes}, 0)
-            for units in (keeping.units, offloading.units):
-                freeing = replace(base, units=units).placed(self.model, base.parts(self.model))
+            for freeing in self._without_checkpoints(base):
                 if self._has_room(freeing):
                     self.consider(keep_most(freeing, self._has_room))
                     break
@@ -421,6 +416,16 @@ class _Search:
             peak = self.consider(plan).gpu_peak_bytes
             if peak + self.model.largest_tensor_bytes > self.hardware.gpu_bytes:
                 self.consider(offload_inputs(freeing))
+
+    def _without_checkpoints(self, base: Plan) -> list[Plan]:
+        """Returns the plans that place model states as `base` does, and free memory in all units without checkpoints:
+        they keep inputs and recompute the rest, or offload all."""
+        least = min_memory_plan(self.model, ssd_bytes=0)
+        keeping_inputs = {name: replace(unit, input="keep") for name, unit in least.units.items()}
+        placement = FixedPlacement.of(self.model, base)
+        offloading = default_plan(self.model, placement, {"host": self.model.saved_bytes}, 0)
+        parts = base.parts(self.model)
+        return [replace(base, units=one).placed(self.model, parts) for one in (keeping_inputs, offloading.units)]
 
     def _has_room(self, plan: Plan) -> bool:
         return self._predict(plan.clipped(self.clip)).gpu_peak_bytes <= self._gpu_bytes
@@ -516,11 +521,6 @@ class _Search:
             gpu_bytes -= needed
             count += 1
         return count
-
-
-def _keep_inputs(plan: Plan) -> Plan:
-    """Returns `plan` with the inputs of all units kept."""
-    return replace(plan, units={name: replace(unit, input="keep") for name, unit in plan.units.items()})
 
 
 def _exceeds_no_more(one: Prediction, other: Prediction, hardware: HardwareProfile) -> bool:
