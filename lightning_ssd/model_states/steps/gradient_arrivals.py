@@ -14,8 +14,8 @@ Call by call, on the thread that runs backward unless a line names another one:
    evicts the weights. Otherwise `StepScheduler.end_backward`, or `StepScheduler.end` at `optimizer.step`, calls it.
    Where devices of several ranks read each other's memory, `RankSteps.keep_on_device` copies a complete gradient to a
    slot of `PeerMemory`, in place of 3. `RankSteps.sum` passes it to its owner, whose `PeerSums`, on the thread `sums`,
-   writes the mean to host memory. The slot belongs to the rank again when the owner has read it; steps 5 to 9 are the
-   owner's, with the mean, or `DeviceStates.step`.
+   writes the mean to host memory. The slot belongs to the rank again when the owner has read it. The owner alone makes
+   5 to 9, with the mean as its gradient. `DeviceStates.step` takes the place of 8 where the states are on its device.
 5. `GradientOffloader.hand_over` in `submit`: the step owns the gradient and the stored values from now on, until its
    future is done. Where steps accumulate, the worker sums the gradient in fp32 first.
 6. `OptimizerStep.speculative`, `deferred` or `serial`: which one runs, `StepScheduler._begin_step` chooses.

@@ -18,6 +18,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 
@@ -80,9 +81,8 @@ class ParamPrefetcher:
         """The unit that has `recomputed_by` set for each thread in backward."""
         self._unrecorded: set[int] = set()
         """Units with a forward that autograd did not record, as that of a reentrant checkpoint."""
-        self._nodes: dict[int, tuple[int, set[int]]] = {}
-        """The number of the autograd node that each thread in backward runs, and the units whose weights the node has
-        unpacked. It may not have launched its kernels yet."""
+        self._nodes: dict[int, _RunningNode] = {}
+        """The autograd node that each thread in backward runs."""
         self._retired: set[FlatParameter] = set()
         forward = list(range(len(units)))
         self._expected: dict[str, list[int]] = {"train": forward + forward[::-1], "evaluate": forward}
@@ -158,14 +158,16 @@ class ParamPrefetcher:
                     self.check(flat)
                     self._pull(flat)
                 for unit in dict.fromkeys(self._unit_of[flat] for flat in held):
-                    recomputes = in_backward()
-                    (self._outside if record and not recomputes else self._unsure).add(unit)
                     if not record:
+                        self._unsure.add(unit)
                         self._make_resident(unit)
-                        continue
-                    self._use(unit)
-                    if recomputes:
+                    elif in_backward():
+                        self._unsure.add(unit)
+                        self._use(unit)
                         self._begin_recomputation(unit)
+                    else:
+                        self._outside.add(unit)
+                        self._use(unit)
             yield
         finally:
             with self._lock:
@@ -202,9 +204,10 @@ class ParamPrefetcher:
             node = internals.autograd_node()
             if node is not None:
                 number, thread = internals.sequence_of(node), threading.get_ident()
-                if self._nodes.get(thread, (None,))[0] != number:
-                    self._nodes[thread] = number, set()
-                self._nodes[thread][1].add(unit)
+                running = self._nodes.get(thread)
+                if running is None or running.number != number:
+                    running = self._nodes[thread] = _RunningNode(number, set())
+                running.units.add(unit)
             self._use(unit)
 
     def check(self, flat: FlatParameter) -> None:
@@ -377,12 +380,23 @@ class ParamPrefetcher:
 
     def _evict_all_but(self, expected: Iterable[int]) -> None:
         """Evicts the units that are neither in use nor `expected` soon."""
-        kept = set(expected).union(*(units for _, units in self._nodes.values()))
+        kept = set(expected).union(*(running.units for running in self._nodes.values()))
         for flat, load in list(self._loads.items()):
             # A load that is not issued yet would write to memory of its next owner.
             in_use = flat.users or flat.recomputed_by
             if self._unit_of[flat] not in kept and not in_use and load.issued:
                 self.evict(flat)
+
+
+class _RunningNode(NamedTuple):
+    """An autograd node whose backward uses weights.
+
+    Attributes:
+        units: units whose weights the node has unpacked; it may not have launched its kernels yet.
+    """
+
+    number: int
+    units: set[int]
 
 
 class _Load:
