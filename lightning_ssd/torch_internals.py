@@ -31,7 +31,7 @@ replacement ("at import" below). There are three groups:
 | `assignment_queries` (at import) | `torch._has_compatible_shallow_copy_type` | `Module.to` reads values |
 | `has_stance` | `torch._dynamo.eval_frame._stance` | True: no code is compiled a second time |
 | `count_compiled`, `compile_seconds` | `torch._dynamo.utils` | |
-| `has_cuda_graphs` | `torch._inductor.cudagraph_trees` | |
+| `cuda_graphs_await_backward` | `torch._inductor.cudagraph_trees` | |
 | `is_traced`, `with_dispatch_key`, `exclude_dispatch_key` | `torch._C` | |
 | `begin_checkpoint` | `torch.utils.checkpoint._checkpoint_without_reentrant_generator` | |
 | `dtype_order` | `torch.utils._foreach_utils._group_tensors_by_device_and_dtype` | |
@@ -309,10 +309,11 @@ def compile_seconds() -> float:
     return 0.0 if dynamo is None else float(dynamo.calculate_time_spent().get("total_wall_time", 0.0))
 
 
-def has_cuda_graphs(device: int) -> bool:
-    """Returns whether Inductor has a pool of CUDA graphs on a device."""
+def cuda_graphs_await_backward(device: int) -> bool:
+    """Returns whether code of Inductor with CUDA graphs has run a forward on a device since its last backward."""
     trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
-    return trees is not None and trees.get_manager(device, create_if_none_exists=False) is not None
+    manager = None if trees is None else trees.get_manager(device, create_if_none_exists=False)
+    return manager is not None and bool(manager.running_forwards_with_pending_backwards)
 
 
 is_recording: Callable[[], bool] = functools.partial(getattr, torch.autograd.profiler, "_is_profiler_enabled", True)

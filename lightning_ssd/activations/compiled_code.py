@@ -196,13 +196,13 @@ def _on_guards(found: bool) -> bool:
 
 
 def records_cuda_graphs(device: torch.device) -> bool:
-    """Returns whether Inductor records CUDA graphs on `device`, as with `mode="reduce-overhead"`.
+    """Returns whether the forwards of this micro-batch ran code with CUDA graphs, as with `mode="reduce-overhead"`.
 
-    Called on the training thread, which runs the compiled forwards.
+    Called before a backward, on the training thread, which runs the compiled forwards.
     """
     if device.type != "cuda":
         return False
-    return internals.has_cuda_graphs(torch.cuda.current_device() if device.index is None else device.index)
+    return internals.cuda_graphs_await_backward(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def check_no_cuda_graphs(module: nn.Module, device: torch.device) -> None:

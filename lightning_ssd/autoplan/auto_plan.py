@@ -32,7 +32,6 @@ from lightning_ssd.autoplan.obstacles import (
     COMPILED,
     CompiledCode,
     compiled_units,
-    has_compiled_nodes,
     obstacle_to_planning,
 )
 from lightning_ssd.autoplan.plan_cycle import PlanCycle
@@ -206,8 +205,8 @@ class AutoPlan(Uncopied):
         """Called before each backward."""
         if self._checkpoints is not None:
             self._checkpoints.end_forward()
-        if self._code is not None and self._steps == 0 and records_cuda_graphs(self._training.offloader.device):
-            self._cuda_graphs |= self._code.ran or has_compiled_nodes(loss)  # not those of other trainings
+        if self._code is not None and self._steps == 0:
+            self._cuda_graphs |= records_cuda_graphs(self._training.offloader.device)
         if self.cycle is not None:
             self.cycle.begin_backward(loss)
 

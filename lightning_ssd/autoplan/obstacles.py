@@ -3,14 +3,13 @@
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations import (
     GuardHook,
     UnitDispatchMode,
     around_call,
-    backward_nodes,
     calls_are_compiled,
 )
 from lightning_ssd.autoplan.protocol import Training
@@ -125,8 +124,3 @@ def compiled_units(training: Training) -> list[nn.Module]:
         for module in unit.modules
         if calls_are_compiled(module) and {"forward", "_compiled_call_impl"}.issuperset(compiled_functions(module))
     ]
-
-
-def has_compiled_nodes(loss: Tensor) -> bool:
-    """Returns whether the graph of a loss has nodes of `torch.compile`."""
-    return any(node.name().startswith("CompiledFunction") for node in backward_nodes(loss))

@@ -196,11 +196,20 @@ def test_offloaded_states_of_compiled_code_are_moved_to_the_device(
     assert ours.offloaded[0] > 0 == ours.offloaded[-1]
 
 
-def test_cuda_graphs_are_kept(tmp_path: Path) -> None:
-    """Saved tensors of CUDA graphs are in memory of these graphs, and are not offloaded."""
+def test_cuda_graphs_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Saved tensors of CUDA graphs are in memory of these graphs, and are not offloaded.
+
+    A later training of the process, whose compiled code records none, is not taken for one with graphs.
+    """
     expected, _ = fit(tmp_path, "auto", [TOKENS] * 8, compiled=True, mode="reduce-overhead")
-    found, ours = fit(tmp_path, "ssd_offload", [TOKENS] * 8, compiled=True, mode="reduce-overhead")
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        found, ours = fit(tmp_path, "ssd_offload", [TOKENS] * 8, compiled=True, mode="reduce-overhead")
     assert found == expected and ours.outcomes[1:] == ["keep"] * 7 and not any(ours.hooks[1:])
+    assert "records CUDA graphs" in caplog.text
+    caplog.clear()
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        fit(tmp_path, "ssd_offload", [TOKENS] * 2, compiled=True)
+    assert "records CUDA graphs" not in caplog.text
 
 
 LEFT: list[str] = []
