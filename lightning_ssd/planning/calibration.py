@@ -56,7 +56,7 @@ def calibrate(
         candidates: list[tuple[float, Callable[[float], tuple[ModelProfile, HardwareProfile]]]] = []
         if not plan.keeps_all:  # else there is no overhead
             candidates.append((OVERHEAD_DOUBT, lambda factor: (model, hardware.with_host_overhead(factor))))
-        if model.synchronizes and off > 1:
+        if model.synchronizes and off > 1 and predicted.bound == "compute":
             candidates.append(
                 (LAUNCH_DOUBT, lambda factor: (model.with_launches(factor), hardware.with_host_overhead(factor)))
             )

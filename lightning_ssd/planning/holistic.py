@@ -73,8 +73,9 @@ a training it is larger, and varies: a plan that intercepts all units, and that 
 a step and took 0.654 s (Qwen2.5 of 1.5B in 24 GiB with offloaded states, H200)."""
 
 PLAIN_GAIN = 0.05
-"""Share of a step by which a plan that intercepts units must be faster than all that intercept none. Those keep all
-saved tensors of a unit, or checkpoint it, as a person would write; predictions of others are off by 4 % and more."""
+"""Share of a step by which a plan must be faster than all that do less (`_Considered.interference`). A person would
+write that a unit keeps all of its saved tensors, or is checkpointed; predictions of other plans are off by 4 % and
+more."""
 
 CLOSE_ENOUGH = 1.001
 """Factor on a step's time up to which another step is about as fast. Changes of search points end when a step is about
@@ -118,8 +119,8 @@ def plan_holistic(
     The papers' plans are simulated first, except Teraio's: its search takes the longest, and ends early if faster plans
     are known. Further plans fill the memory that the plan of least memory leaves unused: the GPU with parts of units
     and kept activations, the host with weights, states and swapped activations. From the fastest plan, others follow in
-    which each unit is kept or freed as a whole, as a person would write. If the fastest plan intercepts units, and is
-    faster by less than `PLAIN_GAIN` than all that intercept none, the fastest of the latter is the result.
+    which each unit is kept or freed as a whole, as a person would write. If the fastest of such plans is slower than
+    the fastest of all by less than `PLAIN_GAIN`, it is the result.
 
     Args:
         model: profile of the model.
@@ -173,9 +174,12 @@ class _Considered:
     prediction: Prediction
 
     @property
-    def is_plain(self) -> bool:
-        """Whether the operations of no unit are intercepted."""
-        return not any(self.plan.intercepted)
+    def interference(self) -> int:
+        """0: each unit keeps on the GPU all of its saved tensors, or all that a checkpoint keeps. 1: inputs of
+        checkpointed units are offloaded, besides. 2: operations are intercepted."""
+        if any(self.plan.intercepted):
+            return 2
+        return int(any(unit.input != "keep" for unit in self.plan.units.values()))
 
 
 class _Search:
@@ -205,8 +209,8 @@ class _Search:
         start = simulate(model, hardware, min_memory)
         self._considered = [_Considered(_score(start, hardware), _wear(start), min_memory, start)]
         self.fastest = self._considered[0]
-        self._plain: _Considered | None = None
-        """The fastest plan that fits and intercepts no unit."""
+        self._fastest_by_interference: dict[int, _Considered] = {}
+        """The fastest plan that fits."""
         self._gpu_bytes = hardware.gpu_bytes - model.largest_tensor_bytes
         """Bytes of the GPU that the search fills. The largest tensor has room besides, if possible: `remap_seconds`."""
         if start.gpu_peak_bytes > self._gpu_bytes:
@@ -272,16 +276,19 @@ class _Search:
         return plan.placed(self.model, self.plan(replace(self._best_point[1], resident=resident)).parts(self.model))
 
     def consider_papers(self) -> None:
-        """Simulates the plans of least memory, and those of papers, but Teraio's.
+        """Simulates the plan of a person, who checkpoints all units that may be, those of least memory, and those of
+        papers, but Teraio's.
 
-        The former are made without SSDs, too, with units checkpointed that may be, with inputs of units kept, or with
-        all tensors offloaded.
+        Those of least memory are made without SSDs, too, with units checkpointed that may be, with inputs of units
+        kept, or with all tensors offloaded.
         """
         on_ssd = min_memory_plan(self.model, ssd_bytes=self.hardware.ssd_bytes)
         in_host = [min_memory_plan(self.model, window, ssd_bytes=0) for window in (self._window, 0)]
         checkpointed = (offload_inputs(checkpoint_all(self.model, plan) or plan) for plan in in_host)
         of_papers = (planner(self.model, self.hardware) for planner in PAPER_PLANNERS)
-        for plan in (on_ssd, *in_host, *checkpointed, *self._without_checkpoints(in_host[1]), *of_papers):
+        kept = keep_all(in_host[0])
+        of_person = checkpoint_all(self.model, kept) or kept
+        for plan in (of_person, on_ssd, *in_host, *checkpointed, *self._without_checkpoints(in_host[1]), *of_papers):
             self.consider(plan if self.fixed is None else self.fixed.apply(self.model, plan))
 
     def consider(self, plan: Plan) -> Prediction:
@@ -292,8 +299,10 @@ class _Search:
         self._considered.append(considered)
         if considered.score < self.fastest.score:
             self.fastest = considered
-        if considered.is_plain and not considered.score[0]:
-            self._plain = min(self._plain or considered, considered, key=lambda item: item.score)
+        if not considered.score[0]:
+            fastest = self._fastest_by_interference.setdefault(considered.interference, considered)
+            if considered.score < fastest.score:
+                self._fastest_by_interference[considered.interference] = considered
         return prediction
 
     def _consider_with_room(self, plan: Plan) -> Prediction:
@@ -318,16 +327,12 @@ class _Search:
             least = self.fastest.prediction
             near = (item for item in self._considered if _exceeds_no_more(item.prediction, least, self.hardware))
             return min(near, key=lambda item: (item.score[1], item.wear)).plan
-        most = (0.0, TIE * self._preferred.score[1])
-        close = (item for item in self._considered if item.score <= most)
-        return min(close, key=lambda item: (self._preferred.is_plain and not item.is_plain, item.wear)).plan
-
-    @property
-    def _preferred(self) -> _Considered:
-        """The fastest plan, or one that intercepts no unit, unless it is slower by `PLAIN_GAIN`."""
-        fastest, plain = self.fastest, self._plain
-        is_close = plain is not None and fastest.score >= (0.0, (1 - PLAIN_GAIN) * plain.score[1])
-        return plain if plain is not None and is_close else fastest
+        by_interference = sorted(self._fastest_by_interference.items())
+        most, preferred = next(
+            item for item in by_interference if (1 - PLAIN_GAIN) * item[1].score[1] <= self.fastest.score[1]
+        )
+        close = (item for item in self._considered if item.score <= (0.0, TIE * preferred.score[1]))
+        return min((item for item in close if item.interference <= most), key=lambda item: item.wear).plan
 
     def try_point(self, point: SearchPoint) -> bool:
         """Simulates a point, with less memory again if its plan exceeds a budget. Returns whether it is the best so
@@ -415,6 +420,7 @@ class _Search:
             plan = keep_most(freeing, self._has_room) if self._has_room(freeing) else freeing
             peak = self.consider(plan).gpu_peak_bytes
             if peak + self.model.largest_tensor_bytes > self.hardware.gpu_bytes:
+                self.consider(freeing)
                 self.consider(offload_inputs(freeing))
 
     def _without_checkpoints(self, base: Plan) -> list[Plan]:

@@ -1,5 +1,6 @@
 """Simulates a training step under a plan, and predicts its seconds and the bytes in each tier."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -9,7 +10,7 @@ from lightning_ssd.planning.hardware import HardwareProfile
 from lightning_ssd.planning.model import ModelProfile
 from lightning_ssd.planning.plan import Plan
 from lightning_ssd.planning.resident import resident_bytes
-from lightning_ssd.planning.step_tasks import StepTasks
+from lightning_ssd.planning.step_tasks import Launch, StepTasks
 
 STEPS = 3
 """Simulated steps. The last one is that of the steady state, because the first begins without work in flight, and the
@@ -142,6 +143,15 @@ def remap_seconds(model: ModelProfile, hardware: HardwareProfile, gpu_peak_bytes
     return model.micro_batches * min(max(0, lacking), model.largest_tensor_bytes) / REMAP_BANDWIDTH
 
 
+def _launch_delay(launches: Sequence[Launch], begin: float) -> float:
+    """Returns the most seconds by which the host, which launches from `begin` on, is later than a task's end."""
+    issued, delay = begin, 0.0
+    for compute, seconds, waits in launches:
+        issued = max([issued, *(wait.end for wait in waits)]) + seconds
+        delay = max(delay, issued - compute.end)
+    return delay
+
+
 def _prediction(
     builder: StepTasks, hardware: HardwareProfile, memory: MemoryLog, begin: float, end: float
 ) -> Prediction:
@@ -163,9 +173,9 @@ def _prediction(
     gpu, host, ssd = (sum(both) for both in zip(resident_bytes(model, plan), memory.peaks(), strict=True))
     gpu = max(0, gpu + model.other_gpu_bytes)
     # If the host synchronizes in every step, the step grows by the largest kernel-launch delay.
-    launch_delay = max(issued - (task.end - begin) for task, issued in builder.launches) if model.synchronizes else 0.0
+    launch_delay = _launch_delay(builder.launches, begin) if model.synchronizes else 0.0
     # A resource may have a backlog at the end of the simulated steps, which can't grow in the steady state.
-    seconds = max(end - begin + max(0.0, launch_delay), *busy.values())
+    seconds = max(end - begin + launch_delay, *busy.values())
     seconds += remap_seconds(model, hardware, gpu)
     return Prediction(
         step_seconds=seconds,

@@ -7,6 +7,7 @@ cancelled writes, deferred steps in halves, launches by the host.
 from collections import deque
 from collections.abc import Iterable, Sequence
 from math import ceil
+from typing import NamedTuple
 
 from lightning_ssd.planning.event_simulation import (
     COMPUTE,
@@ -36,6 +37,20 @@ BACKWARD_LAUNCH = 0.5
 """Host time to launch a backward / host time to launch its forward: autograd runs in C++."""
 
 
+class Launch(NamedTuple):
+    """The host's launch of a compute task's work.
+
+    Attributes:
+        compute: the task.
+        seconds: seconds of the host.
+        waits: optimizer jobs whose weights the host copies to the GPU before.
+    """
+
+    compute: Task
+    seconds: float
+    waits: Sequence[Task]
+
+
 class StepTasks:
     """Makes the tasks of steps, one after the other.
 
@@ -49,7 +64,7 @@ class StepTasks:
         stages: stages of a forward, in order.
         tasks: tasks of all steps so far.
         launch_seconds: host seconds to launch the GPU's work of the last step.
-        launches: compute tasks of the last step, and host seconds from its begin until the whole task is launched.
+        launches: launches of the last step.
     """
 
     def __init__(self, model: ModelProfile, hardware: HardwareProfile, plan: Plan) -> None:
@@ -98,7 +113,7 @@ class StepTasks:
         ]
         """By unit, whether its saved tensors are packed, as weights among them may be offloaded."""
         self.launch_seconds = 0.0
-        self.launches: list[tuple[Task, float]] = []
+        self.launches: list[Launch] = []
 
     def add_step(self, step: int) -> Task:
         """Adds the tasks of a step; returns its last compute task."""
@@ -147,10 +162,10 @@ class StepTasks:
         self._compute = self._task(COMPUTE, seconds, step, self._compute, *after)
         return self._compute
 
-    def _add_launch(self, compute: Task, seconds: float) -> None:
-        """Adds the host seconds that launch the work of a compute task."""
+    def _add_launch(self, compute: Task, seconds: float, waits: Sequence[Task] = ()) -> None:
+        """Adds the launch of a compute task's work, for which the host waits for the ends of `waits`."""
         self.launch_seconds += seconds
-        self.launches.append((compute, self.launch_seconds))
+        self.launches.append(Launch(compute, seconds, waits))
 
     def _add_prefetch(self, step: int, nbytes: int, from_ssd: int, allocated: int, *after: Task | None) -> Task:
         """Adds a transfer of `nbytes` to the GPU, of which `from_ssd` are read from SSDs, once the tasks `after` have
@@ -187,6 +202,7 @@ class StepTasks:
         updated = self._updated[stage.unit] if stage.first else []
         prefetched = None
         before = self._compute
+        waits = updated if weights else []
         if weights:
             prefetched = self._add_prefetch(step, weights, from_ssd, self._allocated_bytes(weights), *updated)
             updated = []
@@ -198,7 +214,7 @@ class StepTasks:
         added = overhead.dispatch * stage.operations if self._intercepted[stage.unit] else 0.0
         added += overhead.pack * stage.num_saved if self._packed[stage.unit] else 0.0
         added += overhead.record * stage.remat_operations + overhead.offload * stage.num_swapped
-        self._add_launch(compute, stage.launch + added)
+        self._add_launch(compute, stage.launch + added, waits)
         if weights:
             # The bytes in the window are freed once the unit is in use: when the previous compute task has ended.
             self._incoming.free_after(weights, before or compute)
