@@ -138,6 +138,8 @@ class ActivationOffloader(Uncopied):
         self.copies = copies
         self.offload_seconds = 0.0
         """Host seconds spent in offloading saved storages, and in waits for room for them."""
+        self.num_packed = 0
+        """Saved tensors that the hooks have packed."""
         self.policy = policy
         """The rules in force, which `run` replaces."""
         self.min_bytes = max(1, min_bytes)  # an empty storage has nothing to move
@@ -404,6 +406,7 @@ class ActivationOffloader(Uncopied):
     @untraced
     def pack(self, tensor: Tensor) -> "InlineSaved | SavedHandle | SavedWrapper":
         """Returns the object that autograd saves in place of `tensor`: the pack hook."""
+        self.num_packed += 1
         # Operators of the hook are no part of the forward: modes and classes of the user neither see nor change them.
         if type(tensor) in PLAIN:
             if not (internals.count_dispatch_modes() or internals.count_function_modes()):
@@ -431,6 +434,7 @@ class ActivationOffloader(Uncopied):
     @untraced
     def pack_weight(self, tensor: Tensor) -> InlineSaved:
         """Returns a reference to an offloaded weight, or keeps `tensor`: the pack hook of a paused forward."""
+        self.num_packed += 1
         if type(tensor) in PLAIN and tensor.layout is torch.strided and not internals.count_function_modes():
             weights: OffloadedWeights | None = getattr(tensor.untyped_storage(), OFFLOADED_WEIGHTS, None)
         else:

@@ -32,8 +32,8 @@ def calibrate(
 ) -> tuple[ModelProfile, HardwareProfile] | None:
     """Returns profiles under which the simulated step of `plan` takes as long as the measured one.
 
-    One quantity is corrected, the most likely one: the speed of the resource that bounds the step (GPU, link, SSDs, CPU
-    or host), the host's overhead of the plan, or all launches of a host that the GPU waits for.
+    One quantity is corrected: the speed of the resource that bounds the step (GPU, link, SSDs, CPU or host). A GPU that
+    bounds it may wait for the host: then, if that is more likely, the host's overhead of the plan, or all launches.
 
     Args:
         model: the profile.
@@ -51,12 +51,12 @@ def calibrate(
     if not least < off < MAX_CORRECTION:
         return None
     corrected = model, hardware
-    # If the host bounds the step, all its work is slow, not only the overhead of the plan.
-    if abs(off - 1) > CLOSE_ENOUGH and predicted.bound != "launch":
+    # A host that bounds the step does all its work slowly, not only that of the plan; a link, drive or CPU, nothing.
+    if abs(off - 1) > CLOSE_ENOUGH and predicted.bound == "compute":
         candidates: list[tuple[float, Callable[[float], tuple[ModelProfile, HardwareProfile]]]] = []
         if not plan.keeps_all:  # else there is no overhead
             candidates.append((OVERHEAD_DOUBT, lambda factor: (model, hardware.with_host_overhead(factor))))
-        if model.synchronizes and off > 1 and predicted.bound == "compute":
+        if model.synchronizes and off > 1:
             candidates.append(
                 (LAUNCH_DOUBT, lambda factor: (model.with_launches(factor), hardware.with_host_overhead(factor)))
             )

@@ -114,10 +114,11 @@ class Profiler(Uncopied):
         self._num_steps = self._num_ahead = 0
         """Timed steps after the first one, and those of them that the host began before the device ended the step
         before."""
-        self._launches: dict[UnitCall, list[float]] = defaultdict(list)
-        """Host seconds from each call of a unit to the next call, without the time that offloading took."""
-        self._launching: tuple[UnitCall, float] | None = None
-        """The unit call whose operations the host launches, and the time of its begin."""
+        self._launches: dict[UnitCall, list[tuple[float, int]]] = defaultdict(list)
+        """Host seconds from each call of a unit to the next call, without the time that offloading took, and the number
+        of saved tensors that were packed meanwhile."""
+        self._launching: tuple[UnitCall, float, int] | None = None
+        """The unit call whose operations the host launches, the time of its begin, and the tensors packed before."""
         self._num_calls: Counter[int] = Counter()
         """Calls of each unit, by index, in the present timed forward."""
         self._removals: list[Callable[[], None]] = []
@@ -329,15 +330,15 @@ class Profiler(Uncopied):
 
     def _begin_launches(self, unit_call: UnitCall | None) -> None:
         """Ends the launch time of the present call, and begins that of `unit_call`; None: of a backward."""
-        now = perf_counter() - self._offloader.offload_seconds
+        now, packed = perf_counter() - self._offloader.offload_seconds, self._offloader.num_packed
         if self._states is not None:
             now -= self._states.weight_wait_seconds
         if self._launching is not None:
-            before, begun = self._launching
+            before, begun, packed_before = self._launching
             if unit_call == before:  # the first unit, whose time includes the operations before it
                 return
-            self._launches[before].append(now - begun)
-        self._launching = None if unit_call is None else (unit_call, now)
+            self._launches[before].append((now - begun, packed - packed_before))
+        self._launching = None if unit_call is None else (unit_call, now, packed)
 
     def _unhook(self) -> None:
         for remove in self._removals:
@@ -440,13 +441,12 @@ class Profiler(Uncopied):
     def _launch_seconds(self, overhead: HostOverhead) -> Mapping[UnitCall, float]:
         """Returns the host seconds to launch the forward of each unit call, without the overhead of a plan."""
         counts = Counter(operation.unit_call for operation in self.graph.operations)
-        num_saved = Counter(item.unit_call for item in self.saved)
         seconds: dict[UnitCall, float] = {}
         per_operation = []
         issued = 0
         for unit_call, count in counts.items():
-            measured = min(self._launches.get(unit_call, [0.0]))
-            seconds[unit_call] = measured - min(measured / 2, num_saved[unit_call] * overhead.pack)
+            measured = self._launches.get(unit_call, [(0.0, 0)])
+            seconds[unit_call] = min(total - min(total / 2, packed * overhead.pack) for total, packed in measured)
             if issued < LAUNCH_QUEUE:
                 per_operation.append(seconds[unit_call] / count)
             issued += count

@@ -27,6 +27,7 @@ from lightning_ssd.planning import (
 from lightning_ssd.planning.holistic import CAUTION, PLAIN_GAIN, SAME_EXCESS, min_memory_plan
 from lightning_ssd.planning.resident import resident_by_kind
 from lightning_ssd.planning.saved_groups import build_plan, default_plan, default_window, saved_groups
+from lightning_ssd.planning.simulator import REMAP_BANDWIDTH
 from lightning_ssd.planning.whole_units import checkpoint, checkpoint_all, keep_all, offload_inputs
 from lightning_ssd.types import Choice, ClipMode, InputChoice, Tier
 from tests.support.products import combinations
@@ -378,6 +379,22 @@ def test_a_slow_cpu_is_corrected(factor: float, bandwidth: float | None) -> None
     assert simulate(*corrected, plan).step_seconds == pytest.approx(factor * before.step_seconds, rel=0.006)
 
 
+def test_a_cpu_that_bounds_the_step_is_slow_and_not_the_host_beside_it() -> None:
+    """Although launches that took three times as long would explain the step, too."""
+    model = replace(make_model(8, parameters=10**9, forward=0.01, launch=0.06, operations=9), synchronizes=True)
+    machine = replace(H100, host_bytes=300 * GB, host_overhead=HostOverhead(*7 * [1e-3]))
+    fixed = FixedPlacement(("host",) * 8, ("host",) * 8, clip="deferred")
+    plan = plan_with_coefficient(model, machine, 0.0, fixed)
+    before = simulate(model, machine, plan)
+    assert before.bound == "cpu"
+    later = simulate(model.with_launches(3.0), machine.with_host_overhead(3.0), plan)
+    assert later.step_seconds > 1.2 * before.step_seconds
+    corrected = calibrate(model, machine, plan, 1.2 * before.step_seconds)
+    assert corrected is not None
+    assert corrected[0] == model and corrected[1].host_overhead == machine.host_overhead
+    assert corrected[1].cpu_step_rate < machine.cpu_step_rate
+
+
 def test_less_memory_where_not_all_fits() -> None:
     """The fastest plan has overhead, too: plans for less memory are compared with it on an equally slow host."""
     model = make_model(8, saved=4 * GB, inputs=GB, parameters=0, launch=0.1, operations=9)
@@ -617,6 +634,25 @@ def test_units_are_intercepted_only_where_that_is_clearly_faster(quick: float, i
     plan = make_plan(model, machine, fixed=fixed)
     assert any(plan.intercepted) == intercepts, plan.describe()
     assert any(unit.checkpoint for unit in plan.units.values()) != intercepts
+
+
+@pytest.mark.parametrize(("copies", "offloads"), [(0.06, False), (0.2, True)])
+def test_inputs_of_checkpointed_units_are_offloaded_only_where_that_is_clearly_faster(
+    copies: float, offloads: bool
+) -> None:
+    """If they stay on the device, the largest tensor lacks room, and mapping it takes a share of a step."""
+    model = make_model(8, saved=4 * GB, inputs=GB, parameters=0, forward=0.03, operations=9)
+    units = tuple(replace(unit, checkpoint_bytes=0) for unit in model.units)
+    model = replace(model, units=units)
+    fixed = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
+    kept = checkpoint_all(model, keep_all(fixed.apply(model, min_memory_plan(model))))
+    assert kept is not None
+    before = simulate(model, H100, kept)
+    largest = round(copies * before.step_seconds * REMAP_BANDWIDTH)
+    model = replace(model, largest_tensor_bytes=largest)
+    machine = replace(H100, gpu_bytes=before.gpu_peak_bytes, host_overhead=HostOverhead(dispatch=10.0))
+    plan = make_plan(model, machine, fixed=fixed)
+    assert any(unit.input == "host" for unit in plan.units.values()) == offloads, plan.describe()
 
 
 @pytest.mark.parametrize("planner", PLANNERS)

@@ -205,6 +205,17 @@ def test_the_gpu_computes_only_launched_work(forward: float, waits: bool, second
         assert prediction.bound == ("launch" if forward == 4 else "compute")
 
 
+def test_the_host_launches_a_forward_after_the_jobs_that_it_waits_for() -> None:
+    """The next forward waits for a job of 40 s. Only then does the host launch it, in 6 s, and the backward, in 3 s."""
+    launch = 6.0
+    model = replace(make_model(1, parameters=40, launch=launch, operations=2), synchronizes=True)
+    machine = replace(FAST, cpu_step_rate=1.0)
+    plan = plan_of(model, "host", "host", "keep", "keep")
+    on_time = simulate(replace(model, synchronizes=False), machine, plan).step_seconds
+    assert on_time == pytest.approx(40 + 3)  # forward and backward
+    assert simulate(model, machine, plan).step_seconds == pytest.approx(40 + 1.5 * launch)
+
+
 @pytest.mark.parametrize(
     ("work", "seconds"),
     [
