@@ -72,6 +72,11 @@ CAUTION = 1.5
 a training it is larger, and varies: a plan that intercepts all units, and that launches bound, was predicted at 0.525 s
 a step and took 0.654 s (Qwen2.5 of 1.5B in 24 GiB with offloaded states, H200)."""
 
+LAUNCH_CAUTION = 0.8
+"""Factor on the host's launches, with which plans are compared. They are measured in steps that the CPU makes, beside
+the forward, and vary. A plan for launches that are slower than they are checkpoints less, so that fewer states fit on
+the GPU, and takes up to 20 % longer; one for quicker launches takes up to 10 % longer (GPT-2 XL, simulated)."""
+
 PLAIN_GAIN = 0.05
 """Share of a step by which a plan must be faster than all that do less (`_Considered.interference`). A person would
 write that a unit keeps all of its saved tensors, or is checkpointed; predictions of other plans are off by 4 % and
@@ -114,7 +119,7 @@ def plan_holistic(
 ) -> Plan:
     """Returns the fastest plan, by simulation, among those that fit, or, if none does, among those of least excess.
 
-    Plans are simulated with `CAUTION`, so that they are fast on a busy host, too.
+    Plans are simulated with `CAUTION` and `LAUNCH_CAUTION`, so that they are fast on a busy host and a quick one, too.
 
     The papers' plans are simulated first, except Teraio's: its search takes the longest, and ends early if faster plans
     are known. Further plans fill the memory that the plan of least memory leaves unused: the GPU with parts of units
@@ -128,8 +133,7 @@ def plan_holistic(
         fixed: tiers of model states; None: they are planned, too.
         clip: clip mode of the training, whatever the plan; None: that of `fixed`, or the faster one.
     """
-    hardware = hardware.with_host_overhead(CAUTION)
-    search = _Search(model, hardware, fixed, clip)
+    search = _Search(model.with_launches(LAUNCH_CAUTION), hardware.with_host_overhead(CAUTION), fixed, clip)
     search.search()
     return search.choose()
 
