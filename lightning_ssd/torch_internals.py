@@ -31,7 +31,7 @@ replacement ("at import" below). There are three groups:
 | `assignment_queries` (at import) | `torch._has_compatible_shallow_copy_type` | `Module.to` reads values |
 | `has_stance` | `torch._dynamo.eval_frame._stance` | True: no code is compiled a second time |
 | `count_compiled`, `compile_seconds` | `torch._dynamo.utils` | |
-| `cuda_graphs_await_backward` | `torch._inductor.cudagraph_trees` | |
+| `cuda_graph_functions` | `torch._inductor.cudagraph_trees` | |
 | `is_traced`, `with_dispatch_key`, `exclude_dispatch_key` | `torch._C` | |
 | `begin_checkpoint` | `torch.utils.checkpoint._checkpoint_without_reentrant_generator` | |
 | `dtype_order` | `torch.utils._foreach_utils._group_tensors_by_device_and_dtype` | |
@@ -309,11 +309,14 @@ def compile_seconds() -> float:
     return 0.0 if dynamo is None else float(dynamo.calculate_time_spent().get("total_wall_time", 0.0))
 
 
-def cuda_graphs_await_backward(device: int) -> bool:
-    """Returns whether code of Inductor with CUDA graphs has run a forward on a device since its last backward."""
+def cuda_graph_functions(device: int) -> tuple[int, bool]:
+    """Returns the number of functions for which Inductor has CUDA graphs on a device, and whether a forward of one of
+    them awaits its backward."""
     trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
     manager = None if trees is None else trees.get_manager(device, create_if_none_exists=False)
-    return manager is not None and bool(manager.running_forwards_with_pending_backwards)
+    if manager is None:
+        return 0, False
+    return len(manager.ids_to_funcs), bool(manager.running_forwards_with_pending_backwards)
 
 
 is_recording: Callable[[], bool] = functools.partial(getattr, torch.autograd.profiler, "_is_profiler_enabled", True)

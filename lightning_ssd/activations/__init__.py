@@ -27,8 +27,9 @@ from lightning_ssd.activations.compiled_code import (
     around_call,
     calls_are_compiled,
     check_no_cuda_graphs,
+    count_cuda_graphs,
     is_compiled_function,
-    records_cuda_graphs,
+    runs_cuda_graphs,
     wrap_function,
 )
 from lightning_ssd.activations.config import (

@@ -195,14 +195,28 @@ def _on_guards(found: bool) -> bool:
     return found if GuardHook._replaced is None else GuardHook._replaced(found)
 
 
-def records_cuda_graphs(device: torch.device) -> bool:
-    """Returns whether the forwards of this micro-batch ran code with CUDA graphs, as with `mode="reduce-overhead"`.
+def count_cuda_graphs(device: torch.device) -> int:
+    """Returns the number of compiled functions that have CUDA graphs on `device`, as with `mode="reduce-overhead"`."""
+    return _cuda_graph_functions(device)[0]
 
-    Called before a backward, on the training thread, which runs the compiled forwards.
+
+def runs_cuda_graphs(device: torch.device, count_before: int) -> bool:
+    """Returns whether the first forward of a training ran code with CUDA graphs: new code, or of an earlier training.
+
+    Called before its backward, on the training thread, which runs the compiled forwards.
+
+    Args:
+        device: the training device.
+        count_before: result of `count_cuda_graphs` before the training.
     """
+    count, awaits_backward = _cuda_graph_functions(device)
+    return awaits_backward or count != count_before
+
+
+def _cuda_graph_functions(device: torch.device) -> tuple[int, bool]:
     if device.type != "cuda":
-        return False
-    return internals.cuda_graphs_await_backward(torch.cuda.current_device() if device.index is None else device.index)
+        return 0, False
+    return internals.cuda_graph_functions(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def check_no_cuda_graphs(module: nn.Module, device: torch.device) -> None:

@@ -139,7 +139,7 @@ class ActivationOffloader(Uncopied):
         self.offload_seconds = 0.0
         """Host seconds spent in offloading saved storages, and in waits for room for them."""
         self.num_packed = 0
-        """Saved tensors that the hooks have packed."""
+        """Calls of the pack hooks."""
         self.policy = policy
         """The rules in force, which `run` replaces."""
         self.min_bytes = max(1, min_bytes)  # an empty storage has nothing to move

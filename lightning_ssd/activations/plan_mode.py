@@ -35,6 +35,9 @@ from lightning_ssd.activations.unit_dispatch_mode import Segment, UnitCall, Unit
 from lightning_ssd.storage_tags import CHOICE
 from lightning_ssd.types import Choice, InputChoice, Saving
 
+COMPARED_BYTES = 2**26
+"""Most bytes of a saved storage that are compared with recomputed ones at once."""
+
 
 class PlannedOp(NamedTuple):
     """One operation, and the plan's choices for its results.
@@ -216,13 +219,17 @@ class PlanMode(UnitDispatchMode):
             self._expected[record] = recomputed
 
     def check(self, record: SavedStorage) -> None:
-        """Called when backward unpacks a tensor of `record`, while checking: compares it with the recomputed one."""
+        """Called when backward unpacks a tensor of `record`, while checking: compares it with the recomputed one.
+
+        If there is no memory for that, it is not proved. Most often there is: this memory is freed before the backward
+        allocates its own.
+        """
         recomputed = self._expected.pop(record, None)
         if recomputed is None or recomputed.expired:
             return
         assert record.data is not None and recomputed.checked is not None
-        with contextlib.suppress(RuntimeError):  # an argument has changed, or the result has another shape
-            if torch.equal(record.data, recomputed.remake()):
+        with contextlib.suppress(RuntimeError):  # an argument has changed, or memory has run out
+            if _equal(record.data, recomputed.remake()):
                 self.proved.add(recomputed.checked)
 
     def begin_segment(self, segment: Segment) -> None:
@@ -352,6 +359,13 @@ class PlanMode(UnitDispatchMode):
         self._next += 1
         self.elapsed = self.slowdown * planned.ends
         return planned
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Returns whether the bytes of two storages are equal. They are compared by pieces, for each of which torch makes a
+    boolean tensor of its size."""
+    pieces = one.split(COMPARED_BYTES), other.split(COMPARED_BYTES)
+    return one.numel() == other.numel() and all(map(torch.equal, *pieces))
 
 
 def _containing(units: Sequence[Sequence[nn.Module]]) -> frozenset[int]:

@@ -22,8 +22,9 @@ from lightning_ssd.activations import (
     OffloadAll,
     OffloadExcess,
     OffloadPolicy,
+    count_cuda_graphs,
     make_auto_placement,
-    records_cuda_graphs,
+    runs_cuda_graphs,
 )
 from lightning_ssd.autoplan.batches import BatchShape, SeenBatches, trained_parameters
 from lightning_ssd.autoplan.known_memory import KnownMemory
@@ -79,7 +80,8 @@ class AutoPlan(Uncopied):
         self._obstacle: str | None = None
         """Reason why this training can't be planned; `None`: none was found."""
         self._cuda_graphs = False
-        """Whether compiled code of the first step has recorded CUDA graphs."""
+        """Whether compiled code of the first step has CUDA graphs."""
+        self._num_graphs_before = count_cuda_graphs(training.offloader.device)
         self._code: CompiledCode | None = None
         """Notices compiled code that is no unit, in the first steps and under modes; `None`: nothing is decided."""
         self._recompilation = Recompilation(training)
@@ -192,8 +194,6 @@ class AutoPlan(Uncopied):
         self._limited = self.cycle is None or self.cycle.keeps_fitting
         if self._limited:
             self._apply_limit(self._known)
-            if self.cycle is not None and self.cycle.phase == "checking":
-                self._known.limit.reserve(self.cycle.checked_bytes)
         elif self.cycle is not None and self.cycle.offloads_all:
             self._training.offloader.limit_window(self._known.limit.fitting_window)
         self._begin_checkpoints(self._known)
@@ -206,7 +206,7 @@ class AutoPlan(Uncopied):
         if self._checkpoints is not None:
             self._checkpoints.end_forward()
         if self._code is not None and self._steps == 0:
-            self._cuda_graphs |= records_cuda_graphs(self._training.offloader.device)
+            self._cuda_graphs |= runs_cuda_graphs(self._training.offloader.device, self._num_graphs_before)
         if self.cycle is not None:
             self.cycle.begin_backward(loss)
 

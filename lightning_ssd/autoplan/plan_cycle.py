@@ -167,13 +167,6 @@ class PlanCycle(ProfiledSteps):
         return self.runner is None or self.runner.row is None
 
     @property
-    def checked_bytes(self) -> int:
-        """Most bytes that a comparison of a recomputed tensor with the saved one takes besides the saved one."""
-        saved = self.profiler.saved
-        compared = (2 * item.nbytes + item.recompute_workspace_bytes for item in saved if item.recomputable)
-        return max(compared, default=0)
-
-    @property
     def rule(self) -> object:
         """Compares equal for micro-batches that follow one row of a plan, or are profiled, or offload all."""
         row = None if self.runner is None else self.runner.row

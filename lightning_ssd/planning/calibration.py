@@ -23,6 +23,10 @@ OVERHEAD_DOUBT, LAUNCH_DOUBT, BOUND_DOUBT = 2.0, 1.12, 1.05
 """Equally likely errors, as factors: of the host's overhead, of all its launches, and of the resource that bounds a
 step."""
 
+BUSY = 0.9
+"""Share of a step for which a link, drive or the CPU is busy, from which on the host is not taken for the cause of an
+error."""
+
 CLOSE_ENOUGH = 0.005
 """Relative error of a step's time that needs no correction."""
 
@@ -32,8 +36,8 @@ def calibrate(
 ) -> tuple[ModelProfile, HardwareProfile] | None:
     """Returns profiles under which the simulated step of `plan` takes as long as the measured one.
 
-    One quantity is corrected: the speed of the resource that bounds the step (GPU, link, SSDs, CPU or host). A GPU that
-    bounds it may wait for the host: then, if that is more likely, the host's overhead of the plan, or all launches.
+    One quantity is corrected, the most likely one: the speed of the resource that bounds the step (GPU, link, SSDs, CPU
+    or host), or, where the others may wait for the host, the host's overhead of the plan, or all launches.
 
     Args:
         model: the profile.
@@ -51,8 +55,10 @@ def calibrate(
     if not least < off < MAX_CORRECTION:
         return None
     corrected = model, hardware
-    # A host that bounds the step does all its work slowly, not only that of the plan; a link, drive or CPU, nothing.
-    if abs(off - 1) > CLOSE_ENOUGH and predicted.bound == "compute":
+    # If the host bounds the step, all its work is slow, not only the overhead of the plan. If a link, drive or the CPU
+    # is busy all the time, the host is not the cause.
+    busy = predicted.bound != "compute" and predicted.busy_seconds[predicted.bound] >= BUSY * predicted.step_seconds
+    if abs(off - 1) > CLOSE_ENOUGH and predicted.bound != "launch" and not busy:
         candidates: list[tuple[float, Callable[[float], tuple[ModelProfile, HardwareProfile]]]] = []
         if not plan.keeps_all:  # else there is no overhead
             candidates.append((OVERHEAD_DOUBT, lambda factor: (model, hardware.with_host_overhead(factor))))

@@ -28,8 +28,8 @@ class HostOverhead:
         replay: seconds per recomputed operation to replay it in backward.
         offload: seconds per tensor that is offloaded.
         prefetch: seconds per tensor that is prefetched.
-        checkpoint: seconds per saved tensor of a checkpointed unit, for torch's bookkeeping: the unit's own operations,
-            which run again, are not included.
+        checkpoint: seconds per saved tensor of a checkpointed unit in its forward, for torch's bookkeeping.
+        rerun: the same in its backward. The unit's own operations, which run again, are not included.
     """
 
     dispatch: float = 0.0
@@ -39,6 +39,7 @@ class HostOverhead:
     offload: float = 0.0
     prefetch: float = 0.0
     checkpoint: float = 0.0
+    rerun: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -72,15 +72,15 @@ CAUTION = 1.5
 a training it is larger, and varies: a plan that intercepts all units, and that launches bound, was predicted at 0.525 s
 a step and took 0.654 s (Qwen2.5 of 1.5B in 24 GiB with offloaded states, H200)."""
 
-LAUNCH_CAUTION = 0.8
+LAUNCH_CAUTION = 0.85
 """Factor on the host's launches, with which plans are compared. They are measured in steps that the CPU makes, beside
 the forward, and vary. A plan for launches that are slower than they are checkpoints less, so that fewer states fit on
 the GPU, and takes up to 20 % longer; one for quicker launches takes up to 10 % longer (GPT-2 XL, simulated)."""
 
 PLAIN_GAIN = 0.05
-"""Share of a step by which a plan must be faster than all that do less (`_Considered.interference`). A person would
-write that a unit keeps all of its saved tensors, or is checkpointed; predictions of other plans are off by 4 % and
-more."""
+"""Share of a step by which the fastest of all plans must be faster than the fastest of those that interfere less
+(`_Considered.interference`), else that one is chosen. A person would write that a unit keeps all of its saved tensors,
+or is checkpointed; predictions of other plans are off by 4 % and more."""
 
 CLOSE_ENOUGH = 1.001
 """Factor on a step's time up to which another step is about as fast. Changes of search points end when a step is about
@@ -124,8 +124,8 @@ def plan_holistic(
     The papers' plans are simulated first, except Teraio's: its search takes the longest, and ends early if faster plans
     are known. Further plans fill the memory that the plan of least memory leaves unused: the GPU with parts of units
     and kept activations, the host with weights, states and swapped activations. From the fastest plan, others follow in
-    which each unit is kept or freed as a whole, as a person would write. If the fastest of such plans is slower than
-    the fastest of all by less than `PLAIN_GAIN`, it is the result.
+    which each unit is kept or freed as a whole, as a person would write. A plan that does less is preferred to a faster
+    one, by `PLAIN_GAIN`.
 
     Args:
         model: profile of the model.
@@ -213,8 +213,9 @@ class _Search:
         start = simulate(model, hardware, min_memory)
         self._considered = [_Considered(_score(start, hardware), _wear(start), min_memory, start)]
         self.fastest = self._considered[0]
-        self._fastest_by_interference: dict[int, _Considered] = {}
-        """The fastest plan that fits."""
+        fitting = [] if self.fastest.score[0] else [self.fastest]
+        self._fastest_by_interference = {item.interference: item for item in fitting}
+        """The fastest plan that fits, by interference."""
         self._gpu_bytes = hardware.gpu_bytes - model.largest_tensor_bytes
         """Bytes of the GPU that the search fills. The largest tensor has room besides, if possible: `remap_seconds`."""
         if start.gpu_peak_bytes > self._gpu_bytes:

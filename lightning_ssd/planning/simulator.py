@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, inf
 
 from lightning_ssd.planning.endurance import DAY
 from lightning_ssd.planning.event_simulation import COPY_IN, COPY_OUT, RESOURCES, SSD, MemoryLog, run
@@ -172,8 +172,9 @@ def _prediction(
     busy["launch"] = builder.launch_seconds
     gpu, host, ssd = (sum(both) for both in zip(resident_bytes(model, plan), memory.peaks(), strict=True))
     gpu = max(0, gpu + model.other_gpu_bytes)
-    # If the host synchronizes in every step, the step grows by the largest kernel-launch delay.
-    launch_delay = _launch_delay(builder.launches, begin) if model.synchronizes else 0.0
+    # The step grows by the largest launch delay. The host launches from the begin of the step on, if it synchronizes in
+    # each step. Else it is ahead, until it waits for a job.
+    launch_delay = _launch_delay(builder.launches, begin if model.synchronizes else -inf)
     # A resource may have a backlog at the end of the simulated steps, which can't grow in the steady state.
     seconds = max(end - begin + launch_delay, *busy.values())
     seconds += remap_seconds(model, hardware, gpu)

@@ -43,7 +43,8 @@ class Launch(NamedTuple):
     Attributes:
         compute: the task.
         seconds: seconds of the host.
-        waits: optimizer jobs whose weights the host copies to the GPU before.
+        waits: reads of weights from SSDs, or else the optimizer jobs that make them, before which the host can't have
+            them copied to the GPU.
     """
 
     compute: Task
@@ -167,11 +168,16 @@ class StepTasks:
         self.launch_seconds += seconds
         self.launches.append(Launch(compute, seconds, waits))
 
-    def _add_prefetch(self, step: int, nbytes: int, from_ssd: int, allocated: int, *after: Task | None) -> Task:
+    def _add_prefetch(
+        self, step: int, nbytes: int, from_ssd: int, allocated: int, *after: Task | None
+    ) -> tuple[Task, Task | None]:
         """Adds a transfer of `nbytes` to the GPU, of which `from_ssd` are read from SSDs, once the tasks `after` have
         ended.
 
         The caller frees the bytes in the window of incoming bytes. The transfer allocates `allocated` bytes on the GPU.
+
+        Returns:
+            The copy to the GPU, and the read, if there is one.
         """
         room = self._incoming.allocate(nbytes)
         read = None
@@ -185,7 +191,7 @@ class StepTasks:
         copy.host = (0, from_ssd)
         if from_ssd:
             self._read_ahead.free_after(from_ssd, copy)
-        return copy
+        return copy, read
 
     def _shared(self, nbytes: int) -> float:
         """Returns the seconds by which copies of `nbytes` delay compute, because both use the GPU's memory."""
@@ -202,10 +208,10 @@ class StepTasks:
         updated = self._updated[stage.unit] if stage.first else []
         prefetched = None
         before = self._compute
-        waits = updated if weights else []
+        waits: Sequence[Task] = ()
         if weights:
-            prefetched = self._add_prefetch(step, weights, from_ssd, self._allocated_bytes(weights), *updated)
-            updated = []
+            prefetched, read = self._add_prefetch(step, weights, from_ssd, self._allocated_bytes(weights), *updated)
+            waits, updated = ([read] if read else updated), []
         room = self._outgoing.allocate(0) if stage.swapped else []
         compute = self._add_compute(
             step, stage.forward + self._shared(weights + stage.swapped), prefetched, *updated, *room
@@ -214,6 +220,7 @@ class StepTasks:
         added = overhead.dispatch * stage.operations if self._intercepted[stage.unit] else 0.0
         added += overhead.pack * stage.num_saved if self._packed[stage.unit] else 0.0
         added += overhead.record * stage.remat_operations + overhead.offload * stage.num_swapped
+        added += overhead.checkpoint * stage.num_rerun_saved
         self._add_launch(compute, stage.launch + added, waits)
         if weights:
             # The bytes in the window are freed once the unit is in use: when the previous compute task has ended.
@@ -271,7 +278,7 @@ class StepTasks:
             # Weights are those of the last step, tensors those of this forward.
             updated = self._updated[unit] if weights else []
             begin = backward_start if swapped else None
-            prefetched = self._add_prefetch(step, copied, read, allocated, stored, begin, *updated)
+            prefetched, _ = self._add_prefetch(step, copied, read, allocated, stored, begin, *updated)
             prefetched.host = (0, freed)
             prefetched.ssd = -deleted
             self._incoming.free_after(copied, before)
@@ -280,7 +287,7 @@ class StepTasks:
         seconds = stage.backward + stage.remat_seconds + self._shared(nbytes + (gradient if stage.first else 0))
         compute = self._add_compute(step, seconds, prefetched, *room)
         added = self._overhead.replay * stage.remat_operations + self._overhead.prefetch * stage.num_swapped
-        added += stage.rerun_launch + self._overhead.checkpoint * stage.num_rerun_saved
+        added += stage.rerun_launch + self._overhead.rerun * stage.num_rerun_saved
         self._add_launch(compute, BACKWARD_LAUNCH * stage.launch + added)
         released = self._allocated_bytes(self._weights[unit][0]) if stage.first else 0
         allocated = stage.remat_bytes + stage.bwd_workspace + (gradient if stage.first else 0)

@@ -137,7 +137,8 @@ class _Probe:
             replay=_share(recomputed.backward - kept.backward, len(replayed)),
             offload=_share(offloaded.forward - kept.forward, len(saved)),
             prefetch=_share(offloaded.backward - kept.backward, len(saved)),
-            checkpoint=_share(sum(checkpointed) - sum(plain) - plain.forward, len(saved)),
+            checkpoint=_share(checkpointed.forward - plain.forward, len(saved)),
+            rerun=_share(checkpointed.backward - plain.backward - plain.forward, len(saved)),
         )
 
     @contextlib.contextmanager

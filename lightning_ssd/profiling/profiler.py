@@ -439,14 +439,21 @@ class Profiler(Uncopied):
         )
 
     def _launch_seconds(self, overhead: HostOverhead) -> Mapping[UnitCall, float]:
-        """Returns the host seconds to launch the forward of each unit call, without the overhead of a plan."""
+        """Returns the host seconds to launch the forward of each unit call, without the overhead of a plan.
+
+        A call of which hooks have packed few of the saved tensors was checkpointed, if it may be, or was paused.
+        """
         counts = Counter(operation.unit_call for operation in self.graph.operations)
+        num_saved = Counter(item.unit_call for item in self.saved)
         seconds: dict[UnitCall, float] = {}
         per_operation = []
         issued = 0
         for unit_call, count in counts.items():
-            measured = self._launches.get(unit_call, [(0.0, 0)])
-            seconds[unit_call] = min(total - min(total / 2, packed * overhead.pack) for total, packed in measured)
+            total, packed = min(self._launches.get(unit_call, [(0.0, 0)]))
+            added = overhead.pack * min(packed, num_saved[unit_call])
+            if packed < num_saved[unit_call] and unit_call in self.graph.proofs:
+                added += overhead.checkpoint * num_saved[unit_call]
+            seconds[unit_call] = total - min(total / 2, added)
             if issued < LAUNCH_QUEUE:
                 per_operation.append(seconds[unit_call] / count)
             issued += count

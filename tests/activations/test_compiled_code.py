@@ -1,8 +1,10 @@
 """Compiled code: CUDA graphs are refused where weights are offloaded, and calls are noticed."""
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_ssd import SSDOffloadStrategy
-from lightning_ssd.activations import GuardHook, check_no_cuda_graphs
+from lightning_ssd.activations import GuardHook, check_no_cuda_graphs, count_cuda_graphs, runs_cuda_graphs
 from lightning_ssd.run import states as run_states
 from tests.support.trainings import SmallModel, batches, make_trainer
 
@@ -70,6 +72,36 @@ def test_a_wrapped_module_is_named() -> None:
     wrapped = torch.compile(nn.Linear(2, 2), mode="reduce-overhead")
     with pytest.raises(ValueError, match="CUDA graphs"):
         check_no_cuda_graphs(wrapped, GPU)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("before", "functions", "awaits_backward", "runs"),
+    [
+        (None, None, False, False),  # torch has recorded no graph
+        (None, 2, True, True),
+        (None, 2, False, True),  # the forwards of reentrant checkpoints await no backward
+        (2, 2, False, False),  # only another training has graphs
+        (2, 2, True, True),  # the model is that of the other training
+    ],
+)
+def test_a_training_runs_cuda_graphs_if_they_are_new_or_await_its_backward(
+    before: int | None,
+    functions: int | None,
+    awaits_backward: bool,
+    runs: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def see(count: int | None, pending: bool) -> None:
+        manager = SimpleNamespace(ids_to_funcs=range(count or 0), running_forwards_with_pending_backwards=pending)
+        trees = SimpleNamespace(get_manager=lambda device, create_if_none_exists: None if count is None else manager)
+        monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", trees)
+
+    device = torch.device("cuda", 0)
+    see(before, False)
+    count = count_cuda_graphs(device)
+    see(functions, awaits_backward)
+    assert runs_cuda_graphs(device, count) == runs
+    assert not runs_cuda_graphs(torch.device("cpu"), 0)
 
 
 def test_guards_are_noticed_until_each_hook_is_closed_in_any_order() -> None:

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
 from lightning_ssd import SSDOffloadStrategy
+from lightning_ssd.activations import plan_mode
 from lightning_ssd.autoplan import auto_plan, unplanned_checkpoints
 from lightning_ssd.callbacks import AutoPlanner
 from lightning_ssd.callbacks.find import find_offloader
@@ -209,6 +211,25 @@ def test_first_steps_fit_in_limited_memory_and_keep_none_of_it(
     assert not limited.failures
     assert see.stored[0] == 0 and see.reruns[:3] == [2, 3, 2]
     assert len(set(levels.seen[1:])) == 1
+
+
+class LargeVocabulary(TinyGPT):
+    """Its logits need as much memory as its layers."""
+
+    def __init__(self, checkpointing: Any) -> None:
+        super().__init__(checkpointing)
+        self.model.resize_token_embeddings(512)
+
+
+def test_recomputed_tensors_are_compared_where_backward_has_its_memory_later(
+    tmp_path: Path, see: See, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is offloaded for the comparison of logits with recomputed ones, and they are proved."""
+    monkeypatch.setattr(plan_mode, "COMPARED_BYTES", 2**10)
+    limited = fit_in_share(0.9, partial(model, LargeVocabulary), [16] * 12, tmp_path, see, monkeypatch)
+    assert not limited.failures and not any(see.stored)
+    logits = max(see.profile["units"][-1]["operators"], key=lambda operator: operator["saved_bytes"])
+    assert logits["recomputable"]
 
 
 def test_units_are_checkpointed_from_a_larger_batch_on(

@@ -211,9 +211,20 @@ def test_the_host_launches_a_forward_after_the_jobs_that_it_waits_for() -> None:
     model = replace(make_model(1, parameters=40, launch=launch, operations=2), synchronizes=True)
     machine = replace(FAST, cpu_step_rate=1.0)
     plan = plan_of(model, "host", "host", "keep", "keep")
-    on_time = simulate(replace(model, synchronizes=False), machine, plan).step_seconds
-    assert on_time == pytest.approx(40 + 3)  # forward and backward
-    assert simulate(model, machine, plan).step_seconds == pytest.approx(40 + 1.5 * launch)
+    at_once = replace(make_model(1, parameters=40), synchronizes=True)
+    assert simulate(at_once, machine, plan).step_seconds == pytest.approx(40 + 3)  # forward and backward
+    for synchronizes in (True, False):  # a host that is ahead waits for the job, too
+        prediction = simulate(replace(model, synchronizes=synchronizes), machine, plan)
+        assert prediction.step_seconds == pytest.approx(40 + 1.5 * launch)
+
+
+def test_the_host_launches_a_forward_after_the_reads_of_its_weights() -> None:
+    """Weights of 80 bytes are read in 80 s after the job of 40 s."""
+    model = replace(make_model(1, parameters=40, launch=6.0, operations=2), synchronizes=True)
+    machine = replace(FAST, cpu_step_rate=1.0, ssd_read=1.0, ssd_mixed=1.0)
+    plan = plan_of(model, "ssd", "host", "keep", "keep")
+    later = simulate(model, machine, plan).step_seconds - simulate(model.with_launches(0), machine, plan).step_seconds
+    assert later == pytest.approx(6 - 1)
 
 
 @pytest.mark.parametrize(
