@@ -79,6 +79,8 @@ class PartProfile:
         state_bytes_written: bytes of master weights and optimizer states that a step writes.
         resident_extra_bytes: bytes that master weights and optimizer states take more if they are on the GPU, where
             they are in fp32 whatever `state_format` is.
+        casts: whether the part's weights on the GPU are the master weights, of which autocast makes compute weights in
+            each forward (mixed precision).
     """
 
     name: str
@@ -88,6 +90,7 @@ class PartProfile:
     state_bytes_read: int
     state_bytes_written: int
     resident_extra_bytes: int = 0
+    casts: bool = False
 
     def __post_init__(self) -> None:
         for field in _OF_PARTS:
@@ -101,7 +104,8 @@ class PartProfile:
     @property
     def resident_bytes(self) -> int:
         """GPU bytes of the part if it is on the GPU."""
-        return self.weight_bytes + self.state_bytes_on("gpu") + self.resident_gradient_bytes
+        weights = 0 if self.casts else self.weight_bytes
+        return weights + self.state_bytes_on("gpu") + self.resident_gradient_bytes
 
     def state_bytes_on(self, tier: Tier) -> int:
         """Bytes of master weights and optimizer states on a tier."""
@@ -138,7 +142,7 @@ class UnitProfile:
             operator saves.
         cast_bytes: bytes of autocast's casts of weights that are saved. They are no saved bytes of operators, but
             transient bytes from the unit's forward to its backward. If it is checkpointed, they are freed in between.
-        resident_extra_bytes: as in `PartProfile`.
+        resident_extra_bytes, casts: as in `PartProfile`.
     """
 
     name: str
@@ -156,6 +160,7 @@ class UnitProfile:
     argument_bytes: int = 0
     cast_bytes: int = 0
     resident_extra_bytes: int = 0
+    casts: bool = False
 
     def __post_init__(self) -> None:
         check_not_negative(f"{self.name}.checkpoint_bytes", self.checkpoint_bytes or 0)
@@ -178,8 +183,8 @@ class UnitProfile:
     @cached_property
     def own_parts(self) -> tuple[PartProfile, ...]:
         """The parts that are placed on their own: `parts`, or the unit as one part."""
-        whole = (getattr(self, field) for field in _OF_PARTS)
-        return self.parts or (PartProfile(self.name, *whole),)
+        whole = {field: getattr(self, field) for field in (*_OF_PARTS, "casts")}
+        return self.parts or (PartProfile(self.name, **whole),)
 
     @cached_property
     def forward_seconds(self) -> float:
@@ -239,6 +244,8 @@ class ModelProfile:
         other_gpu_bytes: GPU bytes at the peak, minus those that the other fields explain. Below 0 if gradients on the
             GPU have 16 bits, because the others count 32.
         between_gpu_bytes: measured GPU bytes that are allocated between backward and forward only, by optimizer steps.
+        step_workspace: bytes for each parameter that a step on the GPU allocates until it ends. Those of parameters
+            that were on the GPU in measured steps are in `between_gpu_bytes`.
         param_budget_bytes: GPU bytes reserved for streamed parameters, capped at their total. None: streamed parameters
             occupy GPU memory only around their use.
         synchronizes: whether the host synchronizes with the GPU in every step, as when a loss is shown. If not, it
@@ -269,6 +276,7 @@ class ModelProfile:
     step_bytes: float | None = None
     placement_bytes: int | None = None
     largest_tensor_bytes: int = 0
+    step_workspace: int = 0
 
     def __post_init__(self) -> None:
         for field in ("micro_batches", "samples", "tokens"):
@@ -279,6 +287,7 @@ class ModelProfile:
         check_not_negative("step_bytes", self.step_bytes or 0.0)
         check_not_negative("placement_bytes", self.placement_bytes or 0)
         check_not_negative("largest_tensor_bytes", self.largest_tensor_bytes)
+        check_not_negative("step_workspace", self.step_workspace)
         if not self.units:
             raise ValueError("`units` is empty. Give at least one unit.")
         _check_unique("`units`", [unit.name for unit in self.units])

@@ -20,7 +20,8 @@ def resident_by_kind(model: ModelProfile, plan: Plan) -> dict[str, dict[Tier, in
     placed = list(zip((profile for _, profile in model.parts), plan.parts(model), strict=True))
     for profile, part in placed:
         versions = 2 if plan.clip == "speculative" and part.offloaded else 1  # the GPU makes no speculative steps
-        weights[part.weights] += versions * profile.weight_bytes
+        if part.offloaded or not profile.casts:
+            weights[part.weights] += versions * profile.weight_bytes
         states[part.states] += versions * profile.state_bytes_on(part.states)
         if not part.offloaded:
             gradients["gpu"] += profile.resident_gradient_bytes

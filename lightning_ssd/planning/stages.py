@@ -1,5 +1,6 @@
 """Stages of a forward: neighbouring operators that are simulated as one task, and their bytes and seconds in a plan."""
 
+from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil
@@ -80,6 +81,7 @@ def cut_stages(model: ModelProfile, plan: Plan) -> list[Stage]:
     # Autocast's casts of weights in checkpointed units before a stage. The profile counts them in the workspaces of all
     # later operators, but they are freed until the unit's rerun.
     freed_casts = 0
+    casts = _casts_of_weights(model, plan)
     for index, profile in enumerate(model.units):
         unit = plan.units[profile.name]
         count = len(profile.operators)
@@ -92,9 +94,26 @@ def cut_stages(model: ModelProfile, plan: Plan) -> list[Stage]:
                 _add_rerun(stage, profile, unit)
             stage.fwd_workspace = max(0, stage.fwd_workspace - freed_casts)
             stage.bwd_workspace = max(0, stage.bwd_workspace - freed_casts)
+            if unit.checkpoint:
+                stage.fwd_workspace += casts[index]
+                stage.bwd_workspace += casts[index]
+            elif stage.first:
+                stage.saved += casts[index]
             stages.append(stage)
         freed_casts += profile.cast_bytes if unit.checkpoint else 0
     return stages
+
+
+def _casts_of_weights(model: ModelProfile, plan: Plan) -> Counter[int]:
+    """Returns, by the index of a unit, the bytes of casts of its weights that the plan has on the GPU.
+
+    Autocast makes them in the forward. They live until the unit's backward, or, if it is checkpointed, in its forward
+    and its rerun. The profile's workspaces have those of weights that were on the GPU when it was made.
+    """
+    casts: Counter[int] = Counter()
+    for (index, profile), part in zip(model.parts, plan.parts(model), strict=True):
+        casts[index] += profile.weight_bytes if profile.casts and not part.offloaded else 0
+    return casts
 
 
 def _remat_bytes(profile: UnitProfile, unit: UnitPlan) -> list[int]:

@@ -92,8 +92,12 @@ class StepTasks:
         self._outgoing = BoundedFifo(plan.window_bytes)
         self._read_ahead = BoundedFifo(plan.staging_bytes)
         self._written_behind = BoundedFifo(plan.staging_bytes)
+        self._offloaded_gradients = [
+            sum(profile.gradient_bytes for profile, part in parts if part.offloaded) for parts in self.units
+        ]
         self._kept_gradients = [
-            sum(profile.gradient_bytes for profile, part in parts if part.states == "gpu") for parts in self.units
+            sum(profile.resident_gradient_bytes for profile, part in parts if not part.offloaded)
+            for parts in self.units
         ]
         self._forwarded = _forwarded(self.stages, plan.window_bytes, hardware.copy_out)
         self._staged = _staged(self.stages, 2 * plan.staging_bytes, hardware.ssd_write)
@@ -282,7 +286,7 @@ class StepTasks:
             prefetched.host = (0, freed)
             prefetched.ssd = -deleted
             self._incoming.free_after(copied, before)
-        gradient = self.model.units[unit].gradient_bytes - self._kept_gradients[unit]
+        gradient = self._offloaded_gradients[unit]
         room = self._outgoing.allocate(gradient) if gradient and stage.first else []
         seconds = stage.backward + stage.remat_seconds + self._shared(nbytes + (gradient if stage.first else 0))
         compute = self._add_compute(step, seconds, prefetched, *room)
@@ -326,7 +330,8 @@ class StepTasks:
         if between:
             self.launch_seconds += between  # an upper bound of the host's time for these steps
             resident_step = self._add_compute(step, between)
-            resident_step.gpu = (self.model.between_gpu_bytes, self.model.between_gpu_bytes)
+            workspace = self.model.between_gpu_bytes + self._step_workspace()
+            resident_step.gpu = (workspace, workspace)
         deferred = self.plan.clip == "deferred"
         order = range(len(self.units)) if deferred else reversed(range(len(self.units)))
         num_in_halves = self._share_in_halves() * len(self.units) if deferred else 0
@@ -364,6 +369,12 @@ class StepTasks:
         offloaded = sum(profile.parameters for profile, part in placed if part.offloaded)
         idle = max(0.0, measured - per_parameter * (self.model.parameters - offloaded_then))
         return per_parameter * (self.model.parameters - offloaded) + min(1.0, offloaded / offloaded_then) * idle
+
+    def _step_workspace(self) -> int:
+        """Returns the GPU bytes that steps of parameters allocate which measured steps had not on the GPU."""
+        resident = sum(profile.parameters for parts in self.units for profile, part in parts if not part.offloaded)
+        measured = self.model.parameters - self.model.between_offloaded
+        return self.model.step_workspace * max(0, resident - measured)
 
     def _add_job(
         self,

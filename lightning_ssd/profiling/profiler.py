@@ -6,13 +6,14 @@ It records one micro-batch, checks recomputations in the next, and times further
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations import (
@@ -436,6 +437,7 @@ class Profiler(Uncopied):
             synchronizes=2 * self._num_ahead <= self._num_steps,
             shares_gradients=self._states is not None and self._states.shares_gradients,
             largest_tensor_bytes=self.graph.transients.largest,
+            step_workspace=_step_workspace(self._optimizers, self._offloader.device),
         )
 
     def _launch_seconds(self, overhead: HostOverhead) -> Mapping[UnitCall, float]:
@@ -463,7 +465,15 @@ class Profiler(Uncopied):
 
     def _part_profiles(self, unit: Unit) -> list[PartProfile]:
         """Returns the profiles of a unit's parts."""
-        return [PartProfile(part.name, *self._state_bytes(part)) for part in self.parts_of(unit)]
+        return [
+            PartProfile(part.name, *self._state_bytes(part), casts=self._casts(part)) for part in self.parts_of(unit)
+        ]
+
+    def _casts(self, part: UnitPart) -> bool:
+        """Returns whether offloaded weights of a part have fewer bytes than the parameters have on the device."""
+        owned = {parameter for _, parameter in part.parameters}
+        stores = {} if self._states is None else self._states.stores
+        return any(flat.mixed and not owned.isdisjoint(item.parameter for item in flat.param_views) for flat in stores)
 
     def _state_bytes(self, part: UnitPart) -> tuple[int, int, int, int, int, int]:
         """Returns the trained parameters, and bytes of weights, gradients, and optimizer states (read, written, more on
@@ -561,3 +571,17 @@ def count_samples(batch: Any) -> tuple[int, int]:
             rows = value.size(0)  # a nested tensor has no `shape`
             return rows, value.numel() if not value.is_floating_point() and value.dim() == 2 else rows
     return 1, 1
+
+
+def _step_workspace(optimizers: Iterable[Optimizer], device: torch.device) -> int:
+    """Returns the bytes for each parameter that optimizers allocate in a step on the device.
+
+    The foreach implementations of torch, its default on a GPU, make a tensor for each parameter at once, such as the
+    roots of Adam's second moments.
+    """
+
+    def allocates(group: Mapping[str, Any]) -> bool:
+        foreach = group.get("foreach", False)
+        return not group.get("fused") and (device.type == "cuda" if foreach is None else bool(foreach))
+
+    return torch.float32.itemsize if any(allocates(group) for one in optimizers for group in one.param_groups) else 0

@@ -133,6 +133,7 @@ def _unit_profile(
         state_bytes_read=sum(part.state_bytes_read for part in parts),
         state_bytes_written=sum(part.state_bytes_written for part in parts),
         resident_extra_bytes=sum(part.resident_extra_bytes for part in parts),
+        casts=any(part.casts for part in parts),
         forward_bytes=in_forward.get((unit_call, None), 0),
         backward_bytes=max(in_backward.get((unit_call, number), 0) for number in (None, *(i.buffer for i in inputs))),
         parts=tuple(parts) if len(parts) > 1 else (),

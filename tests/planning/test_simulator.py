@@ -287,6 +287,31 @@ def test_a_forward_that_runs_again_has_its_own_peak(transients: tuple[int, int],
     assert simulate(model, FAST, plan).gpu_peak_bytes == 2 + max(peak, 90 + rest)
 
 
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_casts_of_weights_on_the_device_live_as_long_as_backward_needs_them(checkpoint: bool) -> None:
+    """Those of a checkpointed unit are freed in between. Weights that are no casts are always there."""
+    model = make_model(4, parameters=100)
+    model = replace(model, units=tuple(replace(unit, checkpoint_bytes=0) for unit in model.units))
+    plan = plan_of(model, "gpu", "gpu", "keep", "keep")
+    if checkpoint:
+        plan = replace(plan, units={name: replace(unit, checkpoint=True) for name, unit in plan.units.items()})
+    casting = replace(model, units=tuple(replace(unit, casts=True) for unit in model.units))
+    weights = model.units[0].weight_bytes
+    peaks = [simulate(one, FAST, plan).gpu_peak_bytes for one in (model, casting)]
+    assert peaks[0] - peaks[1] == (3 * weights if checkpoint else 0) and weights > 0
+
+
+@pytest.mark.parametrize("measured", [0, 1, 4])
+def test_steps_on_the_device_allocate_for_parameters_that_no_measured_step_had_there(measured: int) -> None:
+    model = replace(make_model(4, parameters=100), between_seconds=1.0, between_offloaded=(4 - measured) * 100)
+    plan = plan_of(model, "gpu", "gpu", "keep", "keep")
+    before = resident_bytes(model, plan)[0]
+    allocating = replace(model, step_workspace=1000)
+    assert simulate(model, FAST, plan).gpu_peak_bytes < before + 100_000
+    expected = before + 1000 * 100 * (4 - measured) if measured < 4 else simulate(model, FAST, plan).gpu_peak_bytes
+    assert simulate(allocating, FAST, plan).gpu_peak_bytes == expected
+
+
 def test_weights_are_kept_while_they_fit() -> None:
     """They occupy the budget permanently, at least one unit; the last ones are not prefetched again in backward."""
     model = make_model(4, saved=0, inputs=0)  # weights of 200 bytes each, and gradients
