@@ -41,7 +41,7 @@ def test_the_measurement_leaves_no_threads_and_keeps_the_random_state() -> None:
         ({"aten::gelu", "aten::addmm", "aten::native_layer_norm"}, {"replay"}),  # those of the forward
         (
             {"aten::detach"},
-            {"pack", "prefetch", "replay", "checkpoint"},
+            {"pack", "prefetch", "replay", "rerun"},
         ),  # tensors made for autograd, of kept or restored bytes
         ({"aten::empty"}, {"prefetch"}),  # memory that saved tensors are restored to
     ],
