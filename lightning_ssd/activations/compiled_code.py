@@ -201,7 +201,7 @@ def count_cuda_graphs(device: torch.device) -> int:
 
 
 def runs_cuda_graphs(device: torch.device, count_before: int) -> bool:
-    """Returns whether the first forward of a training ran code with CUDA graphs: new code, or of an earlier training.
+    """Returns whether the first forward of a training ran code with CUDA graphs, be they new or of an earlier training.
 
     Called before its backward, on the training thread, which runs the compiled forwards.
 

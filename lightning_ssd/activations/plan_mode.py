@@ -221,8 +221,8 @@ class PlanMode(UnitDispatchMode):
     def check(self, record: SavedStorage) -> None:
         """Called when backward unpacks a tensor of `record`, while checking: compares it with the recomputed one.
 
-        If there is no memory for that, it is not proved. Most often there is: this memory is freed before the backward
-        allocates its own.
+        If memory runs out, the tensor counts as not recomputable. That is rare, because the comparison's memory is
+        freed before the operator's backward allocates its own.
         """
         recomputed = self._expected.pop(record, None)
         if recomputed is None or recomputed.expired:
@@ -362,8 +362,10 @@ class PlanMode(UnitDispatchMode):
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Returns whether the bytes of two storages are equal. They are compared by pieces, for each of which torch makes a
-    boolean tensor of its size."""
+    """Returns whether the bytes of two storages are equal.
+
+    They are compared piece by piece, because torch allocates a boolean for each compared byte.
+    """
     pieces = one.split(COMPARED_BYTES), other.split(COMPARED_BYTES)
     return one.numel() == other.numel() and all(map(torch.equal, *pieces))
 

@@ -24,7 +24,7 @@ OVERHEAD_DOUBT, LAUNCH_DOUBT, BOUND_DOUBT = 2.0, 1.12, 1.05
 step."""
 
 BUSY = 0.9
-"""Share of a step for which a link, drive or the CPU is busy, from which on the host is not taken for the cause of an
+"""Share of a step for which a link, an SSD or the CPU optimizer has to be busy to rule out the host as the cause of an
 error."""
 
 CLOSE_ENOUGH = 0.005
@@ -37,7 +37,7 @@ def calibrate(
     """Returns profiles under which the simulated step of `plan` takes as long as the measured one.
 
     One quantity is corrected, the most likely one: the speed of the resource that bounds the step (GPU, link, SSDs, CPU
-    or host), or, where the others may wait for the host, the host's overhead of the plan, or all launches.
+    or host), or, unless that resource never waits for the host, the host's overhead of the plan or all launches.
 
     Args:
         model: the profile.
@@ -55,8 +55,8 @@ def calibrate(
     if not least < off < MAX_CORRECTION:
         return None
     corrected = model, hardware
-    # If the host bounds the step, all its work is slow, not only the overhead of the plan. If a link, drive or the CPU
-    # is busy all the time, the host is not the cause.
+    # If the host bounds the step, all its work is slow, not only the overhead of the plan. A link, SSD or CPU optimizer
+    # that is busy nearly all the time does not wait for the host.
     busy = predicted.bound != "compute" and predicted.busy_seconds[predicted.bound] >= BUSY * predicted.step_seconds
     if abs(off - 1) > CLOSE_ENOUGH and predicted.bound != "launch" and not busy:
         candidates: list[tuple[float, Callable[[float], tuple[ModelProfile, HardwareProfile]]]] = []

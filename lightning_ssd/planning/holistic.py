@@ -73,14 +73,14 @@ a training it is larger, and varies: a plan that intercepts all units, and that 
 a step and took 0.654 s (Qwen2.5 of 1.5B in 24 GiB with offloaded states, H200)."""
 
 LAUNCH_CAUTION = 0.85
-"""Factor on the host's launches, with which plans are compared. They are measured in steps that the CPU makes, beside
-the forward, and vary. A plan for launches that are slower than they are checkpoints less, so that fewer states fit on
-the GPU, and takes up to 20 % longer; one for quicker launches takes up to 10 % longer (GPT-2 XL, simulated)."""
+"""Factor on the host's launch times with which plans are compared. Measured launch times vary, because the CPU steps
+the optimizer beside the forward. If they are overestimated, the plan checkpoints fewer units, so that fewer states fit
+on the GPU: the step takes up to 20 % longer. If they are underestimated, it takes up to 10 % longer (GPT-2 XL,
+simulated)."""
 
 PLAIN_GAIN = 0.05
-"""Share of a step by which the fastest of all plans must be faster than the fastest of those that interfere less
-(`_Considered.interference`), else that one is chosen. A person would write that a unit keeps all of its saved tensors,
-or is checkpointed; predictions of other plans are off by 4 % and more."""
+"""A plan is chosen before the fastest one if it interferes less (`_Considered.interference`), and the fastest one saves
+less than this share of its step. Predictions of plans that interfere are off by 4 % and more."""
 
 CLOSE_ENOUGH = 1.001
 """Factor on a step's time up to which another step is about as fast. Changes of search points end when a step is about
@@ -124,8 +124,8 @@ def plan_holistic(
     The papers' plans are simulated first, except Teraio's: its search takes the longest, and ends early if faster plans
     are known. Further plans fill the memory that the plan of least memory leaves unused: the GPU with parts of units
     and kept activations, the host with weights, states and swapped activations. From the fastest plan, others follow in
-    which each unit is kept or freed as a whole, as a person would write. A plan that does less is preferred to a faster
-    one, by `PLAIN_GAIN`.
+    which each unit keeps or frees all of its saved tensors. A plan that interferes less with the training is chosen
+    before a faster one, unless that one saves `PLAIN_GAIN` of the step.
 
     Args:
         model: profile of the model.
@@ -179,8 +179,8 @@ class _Considered:
 
     @property
     def interference(self) -> int:
-        """0: each unit keeps on the GPU all of its saved tensors, or all that a checkpoint keeps. 1: inputs of
-        checkpointed units are offloaded, besides. 2: operations are intercepted."""
+        """0: each unit keeps all of its saved tensors on the GPU, or is checkpointed and keeps its input there. 1:
+        inputs of checkpointed units are also offloaded. 2: operations are intercepted."""
         if any(self.plan.intercepted):
             return 2
         return int(any(unit.input != "keep" for unit in self.plan.units.values()))
@@ -213,9 +213,6 @@ class _Search:
         start = simulate(model, hardware, min_memory)
         self._considered = [_Considered(_score(start, hardware), _wear(start), min_memory, start)]
         self.fastest = self._considered[0]
-        fitting = [] if self.fastest.score[0] else [self.fastest]
-        self._fastest_by_interference = {item.interference: item for item in fitting}
-        """The fastest plan that fits, by interference."""
         self._gpu_bytes = hardware.gpu_bytes - model.largest_tensor_bytes
         """Bytes of the GPU that the search fills. The largest tensor has room besides, if possible: `remap_seconds`."""
         if start.gpu_peak_bytes > self._gpu_bytes:
@@ -281,19 +278,19 @@ class _Search:
         return plan.placed(self.model, self.plan(replace(self._best_point[1], resident=resident)).parts(self.model))
 
     def consider_papers(self) -> None:
-        """Simulates the plan of a person, who checkpoints all units that may be, those of least memory, and those of
-        papers, but Teraio's.
+        """Simulates the plan that checkpoints all units that may be, as a user's `gradient_checkpointing_enable()`
+        does, the plans of least memory, and the papers' plans except Teraio's.
 
-        Those of least memory are made without SSDs, too, with units checkpointed that may be, with inputs of units
-        kept, or with all tensors offloaded.
+        Plans of least memory are also made without SSDs, with units checkpointed that may be, with inputs of units
+        kept, and with all tensors offloaded.
         """
         on_ssd = min_memory_plan(self.model, ssd_bytes=self.hardware.ssd_bytes)
         in_host = [min_memory_plan(self.model, window, ssd_bytes=0) for window in (self._window, 0)]
         checkpointed = (offload_inputs(checkpoint_all(self.model, plan) or plan) for plan in in_host)
         of_papers = (planner(self.model, self.hardware) for planner in PAPER_PLANNERS)
         kept = keep_all(in_host[0])
-        of_person = checkpoint_all(self.model, kept) or kept
-        for plan in (of_person, on_ssd, *in_host, *checkpointed, *self._without_checkpoints(in_host[1]), *of_papers):
+        as_by_user = checkpoint_all(self.model, kept) or kept
+        for plan in (as_by_user, on_ssd, *in_host, *checkpointed, *self._without_checkpoints(in_host[1]), *of_papers):
             self.consider(plan if self.fixed is None else self.fixed.apply(self.model, plan))
 
     def consider(self, plan: Plan) -> Prediction:
@@ -304,10 +301,6 @@ class _Search:
         self._considered.append(considered)
         if considered.score < self.fastest.score:
             self.fastest = considered
-        if not considered.score[0]:
-            fastest = self._fastest_by_interference.setdefault(considered.interference, considered)
-            if considered.score < fastest.score:
-                self._fastest_by_interference[considered.interference] = considered
         return prediction
 
     def _consider_with_room(self, plan: Plan) -> Prediction:
@@ -332,12 +325,11 @@ class _Search:
             least = self.fastest.prediction
             near = (item for item in self._considered if _exceeds_no_more(item.prediction, least, self.hardware))
             return min(near, key=lambda item: (item.score[1], item.wear)).plan
-        by_interference = sorted(self._fastest_by_interference.items())
-        most, preferred = next(
-            item for item in by_interference if (1 - PLAIN_GAIN) * item[1].score[1] <= self.fastest.score[1]
-        )
-        close = (item for item in self._considered if item.score <= (0.0, TIE * preferred.score[1]))
-        return min((item for item in close if item.interference <= most), key=lambda item: item.wear).plan
+        fast = [item for item in self._considered if item.score <= (0.0, self.fastest.score[1] / (1 - PLAIN_GAIN))]
+        least_interference = min(item.interference for item in fast)
+        preferred = [item for item in fast if item.interference == least_interference]
+        most_seconds = TIE * min(item.score[1] for item in preferred)
+        return min((item for item in preferred if item.score[1] <= most_seconds), key=lambda item: item.wear).plan
 
     def try_point(self, point: SearchPoint) -> bool:
         """Simulates a point, with less memory again if its plan exceeds a budget. Returns whether it is the best so

@@ -79,8 +79,8 @@ class PartProfile:
         state_bytes_written: bytes of master weights and optimizer states that a step writes.
         resident_extra_bytes: bytes that master weights and optimizer states take more if they are on the GPU, where
             they are in fp32 whatever `state_format` is.
-        casts: whether the part's weights on the GPU are the master weights, of which autocast makes compute weights in
-            each forward (mixed precision).
+        casts: whether the parameters are the master weights if the part is on the GPU, so that autocast makes compute
+            weights from them in each forward (mixed precision).
     """
 
     name: str
@@ -244,8 +244,8 @@ class ModelProfile:
         other_gpu_bytes: GPU bytes at the peak, minus those that the other fields explain. Below 0 if gradients on the
             GPU have 16 bits, because the others count 32.
         between_gpu_bytes: measured GPU bytes that are allocated between backward and forward only, by optimizer steps.
-        step_workspace: bytes for each parameter that a step on the GPU allocates until it ends. Those of parameters
-            that were on the GPU in measured steps are in `between_gpu_bytes`.
+        step_workspace: temporary GPU bytes per parameter of an optimizer step on the GPU. `between_gpu_bytes` has those
+            of the parameters that were on the GPU in the measured steps.
         param_budget_bytes: GPU bytes reserved for streamed parameters, capped at their total. None: streamed parameters
             occupy GPU memory only around their use.
         synchronizes: whether the host synchronizes with the GPU in every step, as when a loss is shown. If not, it

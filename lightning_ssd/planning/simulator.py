@@ -144,7 +144,11 @@ def remap_seconds(model: ModelProfile, hardware: HardwareProfile, gpu_peak_bytes
 
 
 def _launch_delay(launches: Sequence[Launch], begin: float) -> float:
-    """Returns the most seconds by which the host, which launches from `begin` on, is later than a task's end."""
+    """Returns the largest launch delay: seconds from a compute task's simulated end until the host has launched it.
+
+    Args:
+        begin: time from which on the host launches.
+    """
     issued, delay = begin, 0.0
     for compute, seconds, waits in launches:
         issued = max([issued, *(wait.end for wait in waits)]) + seconds

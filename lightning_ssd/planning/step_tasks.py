@@ -43,8 +43,8 @@ class Launch(NamedTuple):
     Attributes:
         compute: the task.
         seconds: seconds of the host.
-        waits: reads of weights from SSDs, or else the optimizer jobs that make them, before which the host can't have
-            them copied to the GPU.
+        waits: tasks before whose end the host can't issue the copy of the weights to the GPU: their read from SSDs, or
+            else the optimizer jobs that step them.
     """
 
     compute: Task
@@ -92,6 +92,9 @@ class StepTasks:
         self._outgoing = BoundedFifo(plan.window_bytes)
         self._read_ahead = BoundedFifo(plan.staging_bytes)
         self._written_behind = BoundedFifo(plan.staging_bytes)
+        self._offloaded_parameters = sum(
+            profile.parameters for parts in self.units for profile, part in parts if part.offloaded
+        )
         self._offloaded_gradients = [
             sum(profile.gradient_bytes for profile, part in parts if part.offloaded) for parts in self.units
         ]
@@ -312,8 +315,7 @@ class StepTasks:
 
     def _share_in_halves(self) -> float:
         """Returns the largest share of units whose deferred steps, in two halves, do not delay the next backward."""
-        stepped = sum(profile.parameters for parts in self.units for profile, part in parts if part.offloaded)
-        second_halves = self._rest_later * stepped / self._cpu_step_rate
+        second_halves = self._rest_later * self._offloaded_parameters / self._cpu_step_rate
         backward = sum(stage.backward + stage.remat_seconds for stage in self.stages)
         # A step is as long as backward and the first halves, and no shorter than all halves.
         return min(1.0, backward / second_halves) if second_halves else 0.0
@@ -330,7 +332,8 @@ class StepTasks:
         if between:
             self.launch_seconds += between  # an upper bound of the host's time for these steps
             resident_step = self._add_compute(step, between)
-            workspace = self.model.between_gpu_bytes + self._step_workspace()
+            moved = max(0, self.model.between_offloaded - self._offloaded_parameters)  # since steps were measured
+            workspace = self.model.between_gpu_bytes + self.model.step_workspace * moved
             resident_step.gpu = (workspace, workspace)
         deferred = self.plan.clip == "deferred"
         order = range(len(self.units)) if deferred else reversed(range(len(self.units)))
@@ -366,15 +369,9 @@ class StepTasks:
         if not offloaded_then or not self.model.parameters:
             return measured
         per_parameter = step_seconds(profile for profile, _ in placed) / self.model.parameters
-        offloaded = sum(profile.parameters for profile, part in placed if part.offloaded)
+        offloaded = self._offloaded_parameters
         idle = max(0.0, measured - per_parameter * (self.model.parameters - offloaded_then))
         return per_parameter * (self.model.parameters - offloaded) + min(1.0, offloaded / offloaded_then) * idle
-
-    def _step_workspace(self) -> int:
-        """Returns the GPU bytes that steps of parameters allocate which measured steps had not on the GPU."""
-        resident = sum(profile.parameters for parts in self.units for profile, part in parts if not part.offloaded)
-        measured = self.model.parameters - self.model.between_offloaded
-        return self.model.step_workspace * max(0, resident - measured)
 
     def _add_job(
         self,

@@ -443,7 +443,7 @@ class Profiler(Uncopied):
     def _launch_seconds(self, overhead: HostOverhead) -> Mapping[UnitCall, float]:
         """Returns the host seconds to launch the forward of each unit call, without the overhead of a plan.
 
-        A call of which hooks have packed few of the saved tensors was checkpointed, if it may be, or was paused.
+        If hooks have packed fewer tensors than the call saves, and the call may be checkpointed, it was.
         """
         counts = Counter(operation.unit_call for operation in self.graph.operations)
         num_saved = Counter(item.unit_call for item in self.saved)
@@ -465,20 +465,13 @@ class Profiler(Uncopied):
 
     def _part_profiles(self, unit: Unit) -> list[PartProfile]:
         """Returns the profiles of a unit's parts."""
-        return [
-            PartProfile(part.name, *self._state_bytes(part), casts=self._casts(part)) for part in self.parts_of(unit)
-        ]
+        return [PartProfile(part.name, *self._state_bytes(part)) for part in self.parts_of(unit)]
 
-    def _casts(self, part: UnitPart) -> bool:
-        """Returns whether offloaded weights of a part have fewer bytes than the parameters have on the device."""
-        owned = {parameter for _, parameter in part.parameters}
-        stores = {} if self._states is None else self._states.stores
-        return any(flat.mixed and not owned.isdisjoint(item.parameter for item in flat.param_views) for flat in stores)
-
-    def _state_bytes(self, part: UnitPart) -> tuple[int, int, int, int, int, int]:
-        """Returns the trained parameters, and bytes of weights, gradients, and optimizer states (read, written, more on
-        the device)."""
+    def _state_bytes(self, part: UnitPart) -> tuple[int, int, int, int, int, int, bool]:
+        """Returns the trained parameters, bytes of weights, gradients, and optimizer states (read, written, more on the
+        device), and whether weights on the device are cast."""
         trained = weights = gradients = states = more = 0
+        casts = False
         stores = {} if self._states is None else self._states.stores
         owned = {parameter for _, parameter in part.parameters}
         for flat, store in stores.items():
@@ -490,6 +483,7 @@ class Profiler(Uncopied):
                 gradients += store.layout.gradient_bytes
                 states += store.layout.opt_state_bytes
                 more += store.layout.resident_extra_bytes
+                casts |= flat.mixed
         masters = {} if self._states is None else self._states.masters
         in_memory = states_in_memory(self._optimizers)
         for parameter in owned:
@@ -502,7 +496,7 @@ class Profiler(Uncopied):
                 states += 0 if master is None else master.numel() * master.element_size()
                 own = (value for value in in_memory.get(stepped, {}).values() if isinstance(value, Tensor))
                 states += sum(count_stored_bytes(value) for value in own if value.numel() > 1)
-        return trained, weights, gradients, states, states, more
+        return trained, weights, gradients, states, states, more, casts
 
     def _tiers(self, part: UnitPart) -> tuple[Tier, Tier]:
         """Returns the tiers (weights, optimizer states) of most bytes of a part."""
@@ -574,10 +568,10 @@ def count_samples(batch: Any) -> tuple[int, int]:
 
 
 def _step_workspace(optimizers: Iterable[Optimizer], device: torch.device) -> int:
-    """Returns the bytes for each parameter that optimizers allocate in a step on the device.
+    """Returns the temporary bytes per parameter of an optimizer step on the device.
 
-    The foreach implementations of torch, its default on a GPU, make a tensor for each parameter at once, such as the
-    roots of Adam's second moments.
+    Torch's foreach implementations, the default on a GPU, allocate a tensor for each parameter at the same time, such
+    as the square roots of Adam's second moments.
     """
 
     def allocates(group: Mapping[str, Any]) -> bool:
