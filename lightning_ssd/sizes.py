@@ -18,6 +18,9 @@ _UNITS |= {f"{prefix}{end}": 1024**power for power, prefix in enumerate("kmgt", 
 LEAST_BUDGET = 10**6
 """Bytes of the smallest budget that needs no unit: a smaller number is probably a forgotten unit."""
 
+GPU_USABLE = 0.92
+"""Share of a process's GPU memory that budgets may use. The rest is for fragments and allocations of libraries."""
+
 _LONGEST = 200
 """Characters of a refused value that its message shows."""
 

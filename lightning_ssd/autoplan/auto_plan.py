@@ -508,7 +508,9 @@ class AutoPlan(Uncopied):
         if self._failed_profiles < MAX_FAILED_PROFILES:
             if cycle.measuring or cycle.plan_smaller():
                 return
-            self._obstacle = f"no plan needs less memory than one that has run out of it. {SMALLER}"
+            self._obstacle = (
+                f"no plan that needs less memory than one that has run out of it is faster than none. {SMALLER}"
+            )
         elif cycle.measuring and cycle.checkpoint_in_place_of_profile():
             self._training.inform(
                 "offload='auto': checkpoints all units that may be, as profiling needs more memory than there is."

@@ -124,6 +124,8 @@ class PlanCycle(ProfiledSteps):
         self._recorded = RecordedBatch(training.module.parameters())
         self._calibration_fits = True
         """Whether no timed step has run out of memory under the calibration plan."""
+        self._timed_offloading = False
+        """Whether timed steps have offloaded all saved tensors, and have not run out of memory."""
         self._saved_before = 0
         """Bytes that the training had saved before the present micro-batch."""
         self._seen_rows: set[int] = set()
@@ -283,6 +285,7 @@ class PlanCycle(ProfiledSteps):
         self.calibrating = False
         runner = self._make_runner(profile)
         plan = None if calibrating is None else calibrating.plan
+        self._timed_offloading = plan is None
         timed = plan or offloading_plan(profile, runner.placement, training.offloader)
         device = training.offloader.device
         runner.hardware = with_measured_step_rate(profile, runner.hardware, timed, profiler, device)
@@ -412,7 +415,8 @@ class PlanCycle(ProfiledSteps):
         fits else. If none fits there either, the next plan needs less memory than the one that has failed.
 
         Returns:
-            False if there is no such plan. Then the plan in force should end.
+            False if there is no such plan, or timed steps that offloaded all saved tensors were faster. Then the plan
+            in force should end.
         """
         runner, owner = self.runner, self.training.owner
         assert runner is not None
@@ -435,9 +439,16 @@ class PlanCycle(ProfiledSteps):
             self._states_moved = False  # more of them may have to be moved
         runner, plan = self._place_states(runner, plan)
         smaller = self._maker.make_smaller(runner, plan, failed)
-        if smaller is not None:
-            self._apply(runner, smaller)
-        return smaller is not None
+        if smaller is None or (self._timed_offloading and self._is_slower_than_none(runner, smaller)):
+            return False
+        self._apply(runner, smaller)
+        return True
+
+    def _is_slower_than_none(self, runner: PlanRunner, plan: Plan) -> bool:
+        """Returns whether a plan is predicted to take longer than offloading all saved tensors, without a plan."""
+        none = offloading_plan(runner.profile, runner.placement, self.training.offloader)
+        seconds, seconds_of_none = (simulate(runner.profile, runner.hardware, one).step_seconds for one in (plan, none))
+        return seconds > seconds_of_none
 
     def checkpoint_in_place_of_profile(self) -> bool:
         """Ends the profile, as there is no memory for it, and checkpoints all units that may be from the next step on.

@@ -4,6 +4,7 @@ import logging
 
 from lightning_ssd.autoplan.plan_runner import Comparison, PlanRunner
 from lightning_ssd.autoplan.protocol import Training
+from lightning_ssd.device import process_ram
 from lightning_ssd.planning import (
     Plan,
     Prediction,
@@ -49,7 +50,11 @@ def report_comparison(training: Training, comparison: Comparison) -> None:
         peak += f", {format_bytes(comparison.gpu_peak_bytes)} measured"
     seconds = f"predicted {predicted.step_seconds:.3f} s a step, measured {comparison.step_seconds:.3f}"
     host = f"predicted {format_bytes(predicted.host_peak_bytes)}, {format_bytes(comparison.host_peak_bytes)} measured"
-    training.inform(f"SwapPlanner: {seconds}. Peak of the device: {peak}; of host memory: {host}.")
+    beside = format_bytes(max(0, process_ram() - comparison.host_peak_bytes))
+    training.inform(
+        f"SwapPlanner: {seconds}. Peak of the device: {peak}; of host memory: {host}, and {beside} of the process "
+        "beside it."
+    )
 
 
 def log_metrics(training: Training, runner: PlanRunner, comparison: Comparison) -> None:

@@ -10,12 +10,10 @@ from types import MappingProxyType
 import torch
 
 from lightning_ssd.device.cgroups import CGROUPS, PROC, VERSION_2, cgroup_folders, read_text
+from lightning_ssd.sizes import GPU_USABLE
 
 _SHARE = 0.85
 """Share of the available RAM that budgets may use. The rest is for other allocations of the process."""
-
-GPU_USABLE = 0.92
-"""Share of this process's GPU memory that budgets may use. The rest is for fragments and allocations of libraries."""
 
 FRAGMENTS = 2**28
 """Least bytes that budgets leave for the allocator's fragments, which matters on a small GPU."""

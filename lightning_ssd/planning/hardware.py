@@ -11,7 +11,7 @@ from lightning_ssd.planning.validation import (
     load_json,
     save_json,
 )
-from lightning_ssd.sizes import format_bytes
+from lightning_ssd.sizes import GPU_USABLE, format_bytes
 
 INFINITE_STEP_RATE = 1e20
 """Parameters/s of a CPU whose optimizer steps take no time."""
@@ -121,6 +121,11 @@ class HardwareProfile:
                     f"`{both}={getattr(self, both)!r}` is more than `{alone}={getattr(self, alone)!r}`: a direction is "
                     f"not faster while the other is busy. Measure again, or set `{both}` to `{alone}`."
                 )
+
+    @property
+    def gpu_cache_bytes(self) -> int:
+        """Bytes of GPU memory that torch's allocator may hold, cached memory included. `gpu_bytes` is a share of it."""
+        return int(self.gpu_bytes / GPU_USABLE)
 
     def with_ssds(self, factor: float) -> "HardwareProfile":
         """Returns the machine with SSD bandwidths multiplied by `factor`."""

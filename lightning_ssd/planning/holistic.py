@@ -213,7 +213,7 @@ class _Search:
         start = simulate(model, hardware, min_memory)
         self._considered = [_Considered(_score(start, hardware), _wear(start), min_memory, start)]
         self.fastest = self._considered[0]
-        self._gpu_bytes = hardware.gpu_bytes - model.largest_tensor_bytes
+        self._gpu_bytes = min(hardware.gpu_bytes, hardware.gpu_cache_bytes - model.largest_tensor_bytes)
         """Bytes of the GPU that the search fills. The largest tensor has room besides, if possible: `remap_seconds`."""
         if start.gpu_peak_bytes > self._gpu_bytes:
             self._gpu_bytes = hardware.gpu_bytes
@@ -416,7 +416,7 @@ class _Search:
         else:
             plan = keep_most(freeing, self._has_room) if self._has_room(freeing) else freeing
             peak = self.consider(plan).gpu_peak_bytes
-            if peak + self.model.largest_tensor_bytes > self.hardware.gpu_bytes:
+            if peak + self.model.largest_tensor_bytes > self.hardware.gpu_cache_bytes:
                 self.consider(freeing)
                 self.consider(offload_inputs(freeing))
 

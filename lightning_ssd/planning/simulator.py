@@ -139,7 +139,7 @@ def remap_seconds(model: ModelProfile, hardware: HardwareProfile, gpu_peak_bytes
     tensor, there may be no piece of that size. Then the allocator waits for the GPU, frees all cached memory, and maps
     memory anew. The fewer bytes there are, the more often that is assumed to happen.
     """
-    lacking = gpu_peak_bytes + model.largest_tensor_bytes - hardware.gpu_bytes
+    lacking = gpu_peak_bytes + model.largest_tensor_bytes - hardware.gpu_cache_bytes
     return model.micro_batches * min(max(0, lacking), model.largest_tensor_bytes) / REMAP_BANDWIDTH
 
 

@@ -16,7 +16,8 @@ from lightning_ssd.device import (
     process_ram,
     usable_gpu_memory,
 )
-from lightning_ssd.device.memory import FRAGMENTS, GPU_USABLE
+from lightning_ssd.device.memory import FRAGMENTS
+from lightning_ssd.sizes import GPU_USABLE
 from lightning_ssd.model_states import StatesConfig
 from tests.support.files import write_files
 

@@ -21,6 +21,7 @@ from lightning_ssd.planning.event_simulation import COMPUTE, COPY_IN, COPY_OUT, 
 from lightning_ssd.planning.resident import JOBS_AHEAD, resident_by_kind, resident_bytes
 from lightning_ssd.planning.simulator import REMAP_BANDWIDTH, simulate_every_micro_batch
 from lightning_ssd.planning.step_tasks import BoundedFifo, StepTasks
+from lightning_ssd.sizes import GPU_USABLE
 from lightning_ssd.types import Choice
 from tests.support.profiles import GB, H100, divide, machines, make_model, models, plans
 
@@ -167,13 +168,15 @@ def test_all_on_the_gpu() -> None:
 @pytest.mark.parametrize(("spare", "share"), [(60, 0.0), (50, 0.0), (20, 0.6), (0, 1.0), (-10, 1.0)])
 @pytest.mark.parametrize("micro_batches", [1, 2, 9])
 def test_the_largest_tensor_takes_time_as_far_as_it_lacks_room(spare: int, share: float, micro_batches: int) -> None:
-    """It has 50 bytes. Seconds are those in which the allocator maps it anew."""
-    model = replace(make_model(4, parameters=0, micro_batches=micro_batches), largest_tensor_bytes=50)
+    """It has 50 kB, and `spare` are the kB that the allocator may hold beside the peak. Seconds are those in which it
+    maps that tensor anew."""
+    model = make_model(4, saved=10_000, inputs=2_000, parameters=0, micro_batches=micro_batches)
+    model = replace(model, largest_tensor_bytes=50_000)
     plan = plan_of(model, "gpu", "gpu", "keep", "keep")
     without = simulate(replace(model, largest_tensor_bytes=0), UNIT, plan)
-    machine = replace(UNIT, gpu_bytes=without.gpu_peak_bytes + spare)
-    seconds = share * micro_batches * 50 / REMAP_BANDWIDTH
-    assert simulate(model, machine, plan).step_seconds - without.step_seconds == pytest.approx(seconds, abs=1e-12)
+    machine = replace(UNIT, gpu_bytes=round(GPU_USABLE * (without.gpu_peak_bytes + 1000 * spare)))
+    found = (simulate(model, machine, plan).step_seconds - without.step_seconds) * REMAP_BANDWIDTH / micro_batches
+    assert found == pytest.approx(share * 50_000, abs=2)
 
 
 def test_recomputation_costs_time_and_no_memory() -> None:
