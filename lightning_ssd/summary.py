@@ -16,8 +16,8 @@ from lightning_ssd.sizes import format_bytes
 from lightning_ssd.storage import BlobStore
 
 CUDA_LIBRARIES = 3 * 2**28
-"""Bytes of RAM that a process takes for cuBLAS, cuDNN and kernels, which CUDA loads when they are first used (0.7 GiB in
-models of text, 0.9 GiB with convolutions; CUDA 13, H200)."""
+"""Bytes of RAM of cuBLAS, cuDNN and kernels, which CUDA loads at their first use: 0.7 GiB in models of text,
+and 0.9 GiB in those with convolutions (CUDA 13, H200)."""
 
 _TIERS = {"host": "host memory", "ssd": "SSD"}
 _IN = {"host": "in host memory", "ssd": "on SSD"}

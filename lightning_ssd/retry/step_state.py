@@ -112,6 +112,8 @@ class StepState:
         self._keys = {} if logged is None else {k: v for k, v in logged.items() if k.startswith(_LOGGED_BY)}
         self._containers: list[tuple[Any, Any, Any]] = []
         """The class of `_CONTAINERS`, a container, and a copy of it."""
+        self._empty: list[Any] = []
+        """Containers of Python's own classes that are empty."""
         self._variables: list[tuple[Callable[[], object], Callable[[object], object], object]] = []
         """Functions that read and write a variable, and its value."""
         self._restores: list[Callable[[], object]] = []
@@ -157,6 +159,8 @@ class StepState:
         if self._logged is not None:
             for key in [key for key in self._logged if key.startswith(_LOGGED_BY) and key not in self._keys]:
                 del self._logged[key]
+        for container in self._empty:
+            container.clear()
         with internals.without_dispatch():
             for base, container, before in self._containers:
                 if not _is_same(_copy(base, container), before):
@@ -179,6 +183,9 @@ class StepState:
         while found:
             value = found.pop()
             kind: Any = type(value)  # mypy takes classes for unhashable
+            if kind in _CONTAINERS and not value:  # most objects: modules' dictionaries of hooks, for one
+                self._empty.append(value)
+                continue
             try:
                 if _is_atom(kind) or id(value) in self._seen:
                     continue

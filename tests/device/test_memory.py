@@ -17,8 +17,8 @@ from lightning_ssd.device import (
     usable_gpu_memory,
 )
 from lightning_ssd.device.memory import FRAGMENTS
-from lightning_ssd.sizes import GPU_USABLE
 from lightning_ssd.model_states import StatesConfig
+from lightning_ssd.sizes import GPU_USABLE
 from tests.support.files import write_files
 
 GIB = 2**30
