@@ -27,6 +27,7 @@ from lightning_ssd.model_states import (
     Unit,
     UnitPart,
     bytes_on_device,
+    compute_dtypes,
     find_units,
     states_in_memory,
 )
@@ -49,6 +50,7 @@ from lightning_ssd.profiling import (
     count_samples,
     fake_tensors,
     moved_bytes,
+    step_workspace,
     trace,
     unit_profiles,
 )
@@ -80,10 +82,12 @@ def profile_recipe(config: Any, hardware: HardwareProfile, batch: Sequence[str] 
     """
     least = _min_bytes(config)
     with _traceable(config, batch) as (module, units, first, mode):
-        graph = trace(units, module, _step(module, config), first, mode, hardware, least)
-        moments, moved = _optimizer_bytes(module)
+        dtypes = compute_dtypes(module, _autocast_dtype(config))
+        # Plans count casts of weights on the GPU, and offloaded weights have none.
+        casts = {parameter for parameter, dtype in dtypes.items() if dtype != parameter.dtype}
+        graph = trace(units, module, _step(module, config), first, mode, hardware, least, casts=casts)
+        states, moved, workspace = _optimizer_states(module)
         nbytes = bytes_on_device(module, fitting=True)
-    wide = _is_wide(config)
     state_format = strategy_argument(config, "state_format") or "fp32"
     split = state_format != "fp32" and _precision(config).startswith("bf16")
     divided = (strategy_argument(config, "states") or "auto") == "auto" and not strategy_argument(config, "recover")
@@ -97,13 +101,16 @@ def profile_recipe(config: Any, hardware: HardwareProfile, batch: Sequence[str] 
     moved += width * (clips_norm + 2 * clips + 2 * (_precision(config) == "16-mixed"))
 
     def profile(*, masters: bool) -> ModelProfile:
+        step_width = 4 if masters else width
+
         def parts_of(unit: Unit) -> list[PartProfile]:
             parts = unit.parts if divided else (UnitPart("", unit.parameters),)
-            nbytes_of = partial(_state_bytes, wide=wide, masters=masters, split=split, moments=state_format)
-            return [PartProfile(part.name, *nbytes_of(part, moments)) for part in parts]
+            nbytes_of = partial(_state_bytes, masters=masters, split=split, moments=state_format)
+            return [PartProfile(part.name, *nbytes_of(part, states, dtypes)) for part in parts]
 
         saved = graph.saved(least)
         found = unit_profiles(units, graph, saved, {}, parts_of, allow_recompute=module.automatic_optimization)
+        parameters = sum(unit.parameters for unit in found)
         return ModelProfile(
             type(module).__name__,
             found,
@@ -111,14 +118,16 @@ def profile_recipe(config: Any, hardware: HardwareProfile, batch: Sequence[str] 
             samples,
             tokens,
             clips_norm,
-            # Gradients of parts on the GPU are counted in fp32.
-            other_gpu_bytes=0 if wide or masters else -2 * sum(unit.parameters for unit in found),
-            step_bytes=moved * (4 / width if masters else 1),
+            between_offloaded=parameters,  # `between_gpu_bytes` has the workspace of none
+            # Gradients of parts on the GPU are counted in fp32 at least.
+            other_gpu_bytes=min(0, step_width - 4) * parameters,
+            step_workspace=workspace * step_width // 4,
+            step_bytes=moved / width * step_width,
             placement_bytes=nbytes,
             largest_tensor_bytes=graph.transients.largest,
         )
 
-    model = profile(masters=not wide)
+    model = profile(masters=True)
     return profile(masters=False) if fixed_states(config, model, hardware) is not None else model
 
 
@@ -331,7 +340,7 @@ def _first_parts(model: ModelProfile, budget: float) -> int:
     largest = sorted((unit.weight_bytes for unit in model.units), reverse=True)
     left = budget - sum(largest[:3])  # one unit computes, one is prefetched, one is evicted
     for index, (_, part) in enumerate(model.parts):
-        left -= part.resident_bytes
+        left -= part.resident_bytes + (part.weight_bytes if part.casts else 0)
         if left < 0:
             return index
     return len(model.parts)
@@ -467,12 +476,11 @@ def _first_batch(config: Any, module: pl.LightningModule, trainer: pl.Trainer) -
 
 def _step(module: pl.LightningModule, config: Any) -> Any:
     """Returns the function that computes the loss of a batch, in the recipe's precision."""
-    mixed = {"16-mixed": torch.bfloat16, "bf16-mixed": torch.bfloat16}.get(_precision(config))
+    mixed = _autocast_dtype(config)
     takes_index = len(inspect.signature(module.training_step).parameters) > 1
 
     def run(batch: Any) -> Tensor:
-        # bfloat16 also for 16-mixed: both dtypes have the same size.
-        with contextlib.nullcontext() if mixed is None else torch.autocast("cpu", mixed):
+        with contextlib.nullcontext() if mixed is None else torch.autocast("cpu", mixed, cache_enabled=False):
             output = module.training_step(batch, 0) if takes_index else module.training_step(batch)
         loss = output.get("loss") if isinstance(output, dict) else output
         if not isinstance(loss, Tensor):
@@ -482,9 +490,10 @@ def _step(module: pl.LightningModule, config: Any) -> Any:
     return run
 
 
-def _is_wide(config: Any) -> bool:
-    """Returns whether weights compute in the precision in which they are stepped."""
-    return _precision(config) in ("32-true", "64-true")
+def _autocast_dtype(config: Any) -> torch.dtype | None:
+    """Returns the dtype of matrix products under autocast, or None without autocast."""
+    # bfloat16 also for 16-mixed: both dtypes have the same size.
+    return torch.bfloat16 if _precision(config).endswith("-mixed") else None
 
 
 def _default_dtype(config: Any) -> torch.dtype:
@@ -518,13 +527,14 @@ class _MovedBytes(internals.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.nbytes += moved_bytes(func, args, kwargs or {}, result)
+        if func.namespace != "prim":  # such as `prim.device`, which fused optimizers call
+            self.nbytes += moved_bytes(func, args, kwargs or {}, result)
         return result
 
 
-def _optimizer_bytes(module: pl.LightningModule) -> tuple[dict[Tensor, int], float]:
-    """Traces optimizer steps. Returns the bytes of each trained parameter's states in fp32, and the bytes that a step
-    reads and writes for each parameter, in the dtype of the weights."""
+def _optimizer_states(module: pl.LightningModule) -> tuple[dict[Tensor, int], float, int]:
+    """Traces optimizer steps. Returns the elements of each trained parameter's states, and bytes of a step for each
+    parameter: read and written ones in the dtype of the weights, and temporary ones on a GPU in fp32."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     numel = max(1, sum(parameter.numel() for parameter in trained))
     try:
@@ -534,15 +544,17 @@ def _optimizer_bytes(module: pl.LightningModule) -> tuple[dict[Tensor, int], flo
         with _MovedBytes() as counted:
             for optimizer in optimizers:
                 optimizer.step()
-        states = states_in_memory(optimizers)
+        elements = {
+            parameter: sum(value.numel() for value in state.values() if isinstance(value, Tensor) and value.numel() > 1)
+            for parameter, state in states_in_memory(optimizers).items()
+        }
+        moved = counted.nbytes / numel
     except Exception as error:
         log.warning("states are counted as Adam's, because no step of the optimizer could be traced: %s", error)
+        optimizers = [torch.optim.Adam(trained)]
+        elements = {parameter: 2 * parameter.numel() for parameter in trained}
         moved = ADAM_PASSES * torch.get_default_dtype().itemsize
-        return {parameter: 8 * parameter.numel() for parameter in trained}, moved
-    return {
-        parameter: sum(4 * value.numel() for value in state.values() if isinstance(value, Tensor) and value.numel() > 1)
-        for parameter, state in states.items()
-    }, counted.nbytes / numel
+    return elements, moved, step_workspace(optimizers, torch.device("cuda"))
 
 
 def _optimizers(module: pl.LightningModule) -> list[torch.optim.Optimizer]:
@@ -553,30 +565,37 @@ def _optimizers(module: pl.LightningModule) -> list[torch.optim.Optimizer]:
 
 
 def _state_bytes(
-    part: UnitPart, opt_states: Mapping[Tensor, int], *, wide: bool, masters: bool, split: bool, moments: str
-) -> tuple[int, int, int, int, int, int]:
-    """Returns the number of trained parameters, and bytes of weights, gradients and states (read, written, more on the
-    GPU).
+    part: UnitPart,
+    opt_states: Mapping[Tensor, int],
+    dtypes: Mapping[nn.Parameter, torch.dtype],
+    *,
+    masters: bool,
+    split: bool,
+    moments: str,
+) -> tuple[int, int, int, int, int, int, bool]:
+    """Returns the number of trained parameters, bytes of weights, gradients and states (read, written, more on the
+    GPU), and whether weights on the GPU are cast.
 
     Args:
-        opt_states: bytes of optimizer states of each parameter, in fp32.
-        wide: whether weights compute in the precision in which they are stepped; else they compute in 16 bits.
-        masters: whether 16-bit weights have fp32 master weights; else they are stepped in 16 bits.
+        opt_states: elements of optimizer states of each parameter.
+        dtypes: dtypes in which parameters compute.
+        masters: whether 16-bit weights have fp32 master weights, and states are in fp32; else all have `dtypes`.
         split: whether offloaded master weights are split.
         moments: argument `state_format` of the strategy.
     """
-    trained = [parameter for _, parameter in part.parameters if parameter.requires_grad]
+    own = [parameter for _, parameter in part.parameters]
+    trained = [parameter for parameter in own if parameter.requires_grad]
     numel = sum(parameter.numel() for parameter in trained)
-    width = 4 if wide else 2
-    resident = sum(opt_states.get(parameter, 0) for parameter in trained)
+    weights, gradients = (sum(one.numel() * dtypes[one].itemsize for one in chosen) for chosen in (own, trained))
+    casts = any(dtypes[parameter] != parameter.dtype for parameter in own)
+    if not masters:  # no state is offloaded
+        states = sum(opt_states.get(parameter, 0) * dtypes[parameter].itemsize for parameter in trained)
+        return numel, weights, gradients, states, states, 0, casts
+    resident = 4 * sum(opt_states.get(parameter, 0) for parameter in trained)
     offloaded = resident // {"bf16": 2, "8bit": 4}.get(moments, 1)
-    if masters and not wide:
-        offloaded += (2 if split else 4) * numel
-        resident += 4 * numel
-    elif not wide:  # no state is offloaded
-        offloaded = resident = resident // 2
-    weights = width * sum(parameter.numel() for _, parameter in part.parameters)
-    return numel, weights, width * numel, offloaded, offloaded, resident - offloaded
+    mastered = sum(parameter.numel() for parameter in own if dtypes[parameter].itemsize < 4)
+    offloaded += (2 if split else 4) * mastered
+    return numel, weights, gradients, offloaded, offloaded, resident + 4 * mastered - offloaded, casts
 
 
 @contextlib.contextmanager

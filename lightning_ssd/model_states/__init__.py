@@ -78,6 +78,7 @@ from lightning_ssd.model_states.placement import (
     UnitTiers,
     bytes_on_device,
     check_state_format,
+    compute_dtypes,
     describe_smaller_formats,
     moments_of,
     offloaded_parameters,

@@ -11,7 +11,7 @@ from lightning_ssd.profiling.limits import (
     with_measured_step_rate,
 )
 from lightning_ssd.profiling.machine import adam_step, copy_bandwidths, measure_machine, memory_bandwidth
-from lightning_ssd.profiling.profiler import Profiler, count_samples
+from lightning_ssd.profiling.profiler import Profiler, count_samples, step_workspace
 from lightning_ssd.profiling.trace_mode import TraceMode
 from lightning_ssd.profiling.tracing import TracingError, fake_tensors, moved_bytes, trace
 from lightning_ssd.profiling.unit_profiles import unit_profiles

@@ -437,7 +437,7 @@ class Profiler(Uncopied):
             synchronizes=2 * self._num_ahead <= self._num_steps,
             shares_gradients=self._states is not None and self._states.shares_gradients,
             largest_tensor_bytes=self.graph.transients.largest,
-            step_workspace=_step_workspace(self._optimizers, self._offloader.device),
+            step_workspace=step_workspace(self._optimizers, self._offloader.device),
         )
 
     def _launch_seconds(self, overhead: HostOverhead) -> Mapping[UnitCall, float]:
@@ -567,7 +567,7 @@ def count_samples(batch: Any) -> tuple[int, int]:
     return 1, 1
 
 
-def _step_workspace(optimizers: Iterable[Optimizer], device: torch.device) -> int:
+def step_workspace(optimizers: Iterable[Optimizer], device: torch.device) -> int:
     """Returns the temporary bytes per parameter of an optimizer step on the device.
 
     Torch's foreach implementations, the default on a GPU, allocate a tensor for each parameter at the same time, such

@@ -5,7 +5,7 @@ shapes and no values, and is recorded by the `TraceMode` that also profiles real
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from types import SimpleNamespace
@@ -64,6 +64,7 @@ def trace(
     min_bytes: int,
     lifetimes: LifetimeRecorder | None = None,
     optimizers: Sequence[torch.optim.Optimizer] = (),
+    casts: Collection[Tensor] = (),
 ) -> ForwardGraph:
     """Returns the graph of one forward and backward.
 
@@ -77,11 +78,12 @@ def trace(
         min_bytes: saved tensors with a smaller storage are kept on the device.
         lifetimes: recorder of all tensors' lifetimes in forward, backward and optimizer step; None: no step is made.
         optimizers: optimizers whose steps are recorded. They step twice, first to allocate their states.
+        casts: parameters whose casts by autocast count as weights, not as transient memory.
 
     Raises:
         TracingError: the forward can't be traced without values; the message names the operator.
     """
-    recorder = _Tracer([unit.modules for unit in units], hardware, lifetimes)
+    recorder = _Tracer([unit.modules for unit in units], hardware, lifetimes, casts)
 
     def pack(tensor: Tensor) -> "Tensor | _SavedHandle":
         storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
@@ -101,8 +103,8 @@ def trace(
 
     with contextlib.ExitStack() as stack:
         stack.callback(recorder.close)
-        for weight in (*module.parameters(), *module.buffers()):  # mark their storages
-            is_weight(nn.Parameter(weight.detach(), requires_grad=False), weight.untyped_storage())
+        for weight in (*module.parameters(), *module.buffers()):
+            _mark_weight(weight)
 
         def without_memory(value: Tensor) -> Tensor:
             if isinstance(value, internals.FakeTensor):
@@ -155,10 +157,15 @@ class _Tracer(TraceMode):
     compiled_is_one = False  # its time is calculated from its operators
 
     def __init__(
-        self, units: Sequence[Sequence[nn.Module]], hardware: HardwareProfile, lifetimes: LifetimeRecorder | None
+        self,
+        units: Sequence[Sequence[nn.Module]],
+        hardware: HardwareProfile,
+        lifetimes: LifetimeRecorder | None,
+        casts: Collection[Tensor],
     ) -> None:
         super().__init__(units, torch.device("cpu"), lifetimes)
         self._hardware = hardware
+        self._cast_parameters = casts
         self.saved_storages: dict[int, _SavedStorage] = {}
         self.last_operator: Any = None
         self._values = WeakTensorKeyDictionary()
@@ -211,7 +218,15 @@ class _Tracer(TraceMode):
         if "attention" in func.name():
             rate = min(rate, self._hardware.gpu_attention_flops or rate)
         moved = moved_bytes(func, args, kwargs, result)
+        if internals.schema_of(func).name == "aten::_to_copy" and args[0] in self._cast_parameters:
+            _mark_weight(result)
+            self._number(result.untyped_storage())  # known storages are not recorded as allocated
         return result, (0.0, max(flops / rate, moved / self._hardware.gpu_memory_bandwidth))
+
+
+def _mark_weight(tensor: Tensor) -> None:
+    """Marks a tensor's storage as that of a weight."""
+    is_weight(nn.Parameter(tensor.detach(), requires_grad=False), tensor.untyped_storage())
 
 
 def moved_bytes(func: Any, args: Any, kwargs: Any, result: Any) -> int:
