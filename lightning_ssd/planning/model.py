@@ -143,6 +143,7 @@ class UnitProfile:
         cast_bytes: bytes of autocast's casts of weights that are saved. They are no saved bytes of operators, but
             transient bytes from the unit's forward to its backward. If it is checkpointed, they are freed in between.
         resident_extra_bytes, casts: as in `PartProfile`.
+        reruns: whether user code checkpoints the unit: its backward runs the forward again, in its own seconds.
     """
 
     name: str
@@ -161,6 +162,7 @@ class UnitProfile:
     cast_bytes: int = 0
     resident_extra_bytes: int = 0
     casts: bool = False
+    reruns: bool = False
 
     def __post_init__(self) -> None:
         check_not_negative(f"{self.name}.checkpoint_bytes", self.checkpoint_bytes or 0)

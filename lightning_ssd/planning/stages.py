@@ -38,7 +38,8 @@ class Stage:
         remat_operations: operations that recomputation launches.
         operations: operations of the forward.
         launch: seconds in which the host launches the forward, without the overhead of a plan.
-        rerun_launch: seconds in which the host launches the forward of a checkpointed unit before this backward.
+        rerun_launch: seconds in which the host launches the forward of a checkpointed unit before this backward, or,
+            if user code checkpoints it, in this backward.
         num_rerun_saved: saved tensors of that unit.
     """
 
@@ -92,9 +93,11 @@ def cut_stages(model: ModelProfile, plan: Plan) -> list[Stage]:
             _add_operators(stage, profile, unit, start, stop)
             if unit.checkpoint and stage.last:
                 _add_rerun(stage, profile, unit)
+            elif profile.reruns and stage.last:
+                stage.rerun_launch = profile.launch_seconds
             stage.fwd_workspace = max(0, stage.fwd_workspace - freed_casts)
             stage.bwd_workspace = max(0, stage.bwd_workspace - freed_casts)
-            if unit.checkpoint:
+            if unit.checkpoint or profile.reruns:
                 stage.fwd_workspace += casts[index]
                 stage.bwd_workspace += casts[index]
             elif stage.first:

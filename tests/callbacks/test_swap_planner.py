@@ -375,13 +375,19 @@ def test_a_calibration_plan_precedes_the_plan(tmp_path: Path) -> None:
         assert any(unit.checkpoint for unit in applied.found[0].plan.units.values()) or not expected[0]
 
 
-def test_a_model_that_checkpoints_its_layers_is_timed_as_it_is_trained() -> None:
-    """No unit of it may be checkpointed, and offloading its saved tensors would take host memory and time."""
-    first, module = planner(), TinyGPT("none")
-    module.model.gradient_checkpointing_enable({"use_reentrant": False})
+@pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non_reentrant"])
+def test_a_model_that_checkpoints_its_layers_is_timed_as_it_is_trained(checkpointing: Any) -> None:
+    """No unit of it may be checkpointed, and offloading its saved tensors would take host memory and time. The profile
+    has its reruns, and not those of units that the calibration checkpoints."""
+    first = planner(gpu_memory="1GiB")
     applied = AppliedPlans(first)
-    train(SSDOffloadStrategy(**BOTH), callbacks=[first, applied], model=lambda _: module, steps=7)
-    assert [(item.calibrating, item.plan.keeps_all) for item in applied.found] == [(True, True), (False, True)]
+    strategy = SSDOffloadStrategy(states="host", min_bytes=1, host_memory="64MiB")
+    train(strategy, callbacks=[first, applied], checkpointing=checkpointing, steps=7)
+    checkpoints = checkpointing != "none"
+    assert applied.found[0].calibrating and applied.found[0].plan.keeps_all is checkpoints
+    assert not applied.found[1].calibrating and (applied.found[1].plan.keeps_all or not checkpoints)
+    reruns = [unit.name for unit in first.cycle.runner.profile.units if unit.reruns]
+    assert len(reruns) == (3 if checkpoints else 0) and all(".h." in name for name in reruns)
 
 
 class Clock:

@@ -290,18 +290,28 @@ def test_a_forward_that_runs_again_has_its_own_peak(transients: tuple[int, int],
     assert simulate(model, FAST, plan).gpu_peak_bytes == 2 + max(peak, 90 + rest)
 
 
-@pytest.mark.parametrize("checkpoint", [False, True])
-def test_casts_of_weights_on_the_device_live_as_long_as_backward_needs_them(checkpoint: bool) -> None:
-    """Those of a checkpointed unit are freed in between. Weights that are no casts are always there."""
+@pytest.mark.parametrize(("checkpoint", "reruns"), [(False, False), (True, False), (False, True)])
+def test_casts_of_weights_on_the_device_live_as_long_as_backward_needs_them(checkpoint: bool, reruns: bool) -> None:
+    """Those of a checkpointed unit are freed in between, also if user code checkpoints it. Weights that are no casts
+    are always there."""
     model = make_model(4, parameters=100)
     model = replace(model, units=tuple(replace(unit, checkpoint_bytes=0) for unit in model.units))
     plan = plan_of(model, "gpu", "gpu", "keep", "keep")
     if checkpoint:
         plan = replace(plan, units={name: replace(unit, checkpoint=True) for name, unit in plan.units.items()})
-    casting = replace(model, units=tuple(replace(unit, casts=True) for unit in model.units))
+    casting = replace(model, units=tuple(replace(unit, casts=True, reruns=reruns) for unit in model.units))
     weights = model.units[0].weight_bytes
     peaks = [simulate(one, FAST, plan).gpu_peak_bytes for one in (model, casting)]
-    assert peaks[0] - peaks[1] == (3 * weights if checkpoint else 0) and weights > 0
+    assert peaks[0] - peaks[1] == (3 * weights if checkpoint or reruns else 0) and weights > 0
+
+
+def test_the_host_launches_a_forward_again_that_user_code_checkpoints() -> None:
+    """In its backward, whose measured seconds have the kernels of the rerun."""
+    model = make_model(4, parameters=0, launch=0.1, operations=5)
+    rerun = replace(model, units=tuple(replace(unit, reruns=True) for unit in model.units))
+    once, twice = (simulate(one, UNIT, plan_of(one, "gpu", "gpu", "keep", "keep")) for one in (model, rerun))
+    assert twice.busy_seconds["launch"] - once.busy_seconds["launch"] == pytest.approx(4 * 0.1)
+    assert twice.busy_seconds["compute"] == once.busy_seconds["compute"]
 
 
 @pytest.mark.parametrize("measured", [0, 1, 4])
