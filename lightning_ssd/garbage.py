@@ -3,9 +3,14 @@
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import inf
+from time import perf_counter
 
 AT_STARTUP = 1000
 """More objects than an interpreter freezes when it starts (Python 3.12: 375)."""
+
+SLOW = 0.5
+"""Seconds of a first micro-batch from which on a training is expected to last until its first full collection."""
 
 
 class ShortCollections:
@@ -13,9 +18,10 @@ class ShortCollections:
 
     Imported packages own several hundred thousand objects, which a full collection of Python examines in 0.3 to 0.5 s
     on the host of an H100, while no thread of the training runs. It comes about every tenth step of a model of 2B with
-    offloaded states. After the first one, garbage is collected once more between two micro-batches, and all objects
-    that exist then are exempt. None of them belongs to a micro-batch, whose tensors would otherwise be kept until the
-    training ends if they are in a reference cycle. Nothing is changed if user code has frozen objects itself.
+    offloaded states. After the first one, or before it if the first micro-batch was slow, garbage is collected between
+    two micro-batches, and all objects that exist then are exempt. None of them belongs to a micro-batch, whose tensors
+    would otherwise be kept until the training ends if they are in a reference cycle. Nothing is changed if user code
+    has frozen objects itself.
 
     Threads: the training thread. Collections are counted, and no callback of theirs is used: one that runs within
     compiled code would be compiled, too.
@@ -28,10 +34,16 @@ class ShortCollections:
         """Whether there was one in the training, so that objects are exempt, or never will be."""
         self._frozen = False
         """Whether this object has exempted them."""
+        self._began: float | None = None
+        """Time when the first micro-batch began."""
 
     def begin_micro_batch(self) -> None:
-        """Exempts the present objects after the first full collection. No micro-batch runs."""
-        if self._decided or _full_collections() == self._before:
+        """Exempts the present objects after a slow first micro-batch or a full collection. No micro-batch runs."""
+        if self._decided:
+            return
+        slow = gc.isenabled() and self._began is not None and perf_counter() - self._began >= SLOW
+        self._began = inf if self._began is not None else perf_counter()
+        if not slow and _full_collections() == self._before:
             return
         if gc.get_freeze_count() > AT_STARTUP:
             self._decided = True

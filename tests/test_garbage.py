@@ -4,12 +4,14 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 
+from lightning_ssd import garbage
 from lightning_ssd.garbage import ShortCollections, without_collections
 from tests.support.garbage import collect
 from tests.support.models import Model
@@ -64,6 +66,30 @@ def test_the_exemption_ends_with_a_training_that_fails(tmp_path: Path) -> None:
     with pytest.raises(ArithmeticError):
         train(tmp_path, host(), Model(), callbacks=[collects])
     assert collects.frozen > 0
+
+
+class Counts(pl.Callback):
+    """Counts the exempt objects in the last step, and the full collections of the training."""
+
+    def on_train_start(self, *_: Any) -> None:
+        self.collections = -gc.get_stats()[-1]["collections"]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.frozen = gc.get_freeze_count()
+
+    def on_train_end(self, *_: Any) -> None:
+        self.collections += gc.get_stats()[-1]["collections"]
+
+
+@pytest.mark.parametrize(("slow", "exempt"), [(0.0, True), (inf, False)])
+def test_objects_are_exempt_from_the_second_micro_batch_on_if_the_first_one_was_slow(
+    slow: float, exempt: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No full collection is waited for: that and the next one would come in two later steps."""
+    monkeypatch.setattr(garbage, "SLOW", slow)
+    counts = Counts()
+    train(tmp_path, host(), Model(), callbacks=[counts])
+    assert (counts.frozen > 1000) == exempt and counts.collections == int(exempt)
 
 
 class Cycle:
