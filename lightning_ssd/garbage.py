@@ -31,11 +31,11 @@ class ShortCollections:
         self._before = _full_collections()
         """Full collections of the process before the training."""
         self._decided = False
-        """Whether there was one in the training, so that objects are exempt, or never will be."""
+        """Whether objects are exempt, or never will be."""
         self._frozen = False
         """Whether this object has exempted them."""
         self._began: float | None = None
-        """Time when the first micro-batch began."""
+        """Time when the first micro-batch began; infinity: later ones have begun."""
 
     def begin_micro_batch(self) -> None:
         """Exempts the present objects after a slow first micro-batch or a full collection. No micro-batch runs."""
@@ -49,7 +49,7 @@ class ShortCollections:
             self._decided = True
             return
         before = _full_collections()
-        gc.collect()  # does nothing while another thread collects, and the next micro-batch tries it then
+        gc.collect()  # does nothing while another thread collects, whose collection lets the next micro-batch try it
         if _full_collections() > before:
             self._decided = True
             gc.freeze()

@@ -113,6 +113,8 @@ class ForwardGraph:
     """For each of these calls, numbers of the buffers of returned tensors, by position among them."""
     cast_bytes: dict[UnitCall, int] = field(default_factory=dict)
     """Bytes of autocast's casts of weights that each unit call has made and backward needs."""
+    rerun: set[int] = field(default_factory=set)
+    """Indices of units in which modules have run in backward, too: a plan or user code checkpoints them."""
 
     def checkpoint_bytes(self) -> dict[UnitCall, int]:
         """Returns the unit calls that can be checkpointed, each with the bytes that stay besides its saved input.

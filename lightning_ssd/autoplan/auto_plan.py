@@ -509,7 +509,7 @@ class AutoPlan(Uncopied):
             if cycle.measuring or cycle.plan_smaller():
                 return
             self._obstacle = (
-                f"no plan that needs less memory than one that has run out of it is faster than none. {SMALLER}"
+                f"no plan needs less memory than one that has run out of it, or it would be slower than none. {SMALLER}"
             )
         elif cycle.measuring and cycle.checkpoint_in_place_of_profile():
             self._training.inform(

@@ -86,6 +86,8 @@ class PlanCycle(ProfiledSteps):
         runner: runs the steps under plans, once the training was profiled; also readable after the training.
         calibrating: whether the calibration plan is in force, whose steps are timed for the profile.
         comparison: the last comparison of a plan's prediction with measured steps.
+        offloaded: what timed steps have done, if they offloaded all saved tensors without a plan; `None`: they had one,
+            the calibration plan. They have not run out of memory.
         keeps_fitting: the argument, until a micro-batch was checked or has run out of memory.
     """
 
@@ -124,8 +126,7 @@ class PlanCycle(ProfiledSteps):
         self._recorded = RecordedBatch(training.module.parameters())
         self._calibration_fits = True
         """Whether no timed step has run out of memory under the calibration plan."""
-        self._timed_offloading = False
-        """Whether timed steps have offloaded all saved tensors, and have not run out of memory."""
+        self.offloaded: Plan | None = None
         self._saved_before = 0
         """Bytes that the training had saved before the present micro-batch."""
         self._seen_rows: set[int] = set()
@@ -285,8 +286,8 @@ class PlanCycle(ProfiledSteps):
         self.calibrating = False
         runner = self._make_runner(profile)
         plan = None if calibrating is None else calibrating.plan
-        self._timed_offloading = plan is None
         timed = plan or offloading_plan(profile, runner.placement, training.offloader)
+        self.offloaded = timed if plan is None else None
         device = training.offloader.device
         runner.hardware = with_measured_step_rate(profile, runner.hardware, timed, profiler, device)
         runner.profile = add_unseen_memory(
@@ -435,20 +436,18 @@ class PlanCycle(ProfiledSteps):
         limit = format_bytes(runner.hardware.gpu_bytes)
         self.training.inform(f"SwapPlanner: a step has run out of memory: planning again with {limit} of the GPU.")
         plan = self._maker.make(runner)
-        if simulate(runner.profile, runner.hardware, plan).excess_bytes(runner.hardware):
+        predicted = simulate(runner.profile, runner.hardware, plan)
+        if predicted.excess_bytes(runner.hardware):
             self._states_moved = False  # more of them may have to be moved
+        elif self.offloaded is not None:
+            none = runner.placement.apply(runner.profile, self.offloaded)
+            if predicted.step_seconds > simulate(runner.profile, runner.hardware, none).step_seconds:
+                return False
         runner, plan = self._place_states(runner, plan)
         smaller = self._maker.make_smaller(runner, plan, failed)
-        if smaller is None or (self._timed_offloading and self._is_slower_than_none(runner, smaller)):
-            return False
-        self._apply(runner, smaller)
-        return True
-
-    def _is_slower_than_none(self, runner: PlanRunner, plan: Plan) -> bool:
-        """Returns whether a plan is predicted to take longer than offloading all saved tensors, without a plan."""
-        none = offloading_plan(runner.profile, runner.placement, self.training.offloader)
-        seconds, seconds_of_none = (simulate(runner.profile, runner.hardware, one).step_seconds for one in (plan, none))
-        return seconds > seconds_of_none
+        if smaller is not None:
+            self._apply(runner, smaller)
+        return smaller is not None
 
     def checkpoint_in_place_of_profile(self) -> bool:
         """Ends the profile, as there is no memory for it, and checkpoints all units that may be from the next step on.

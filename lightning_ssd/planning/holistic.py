@@ -81,7 +81,7 @@ simulated)."""
 PLAIN_GAIN = 0.05
 """A plan is chosen before the fastest one if it interferes less (`_Considered.interference`), and the fastest one saves
 less than this share of its step. Predictions of plans that interfere are off by 4 % and more. Of the seconds in which
-the allocator maps the largest tensor anew, half count: 10 to 100 ms were measured for tensors of 4 to 5 GB."""
+the allocator maps the largest tensor anew, half count against a plan: 10 to 100 ms were measured for 4 to 5 GB."""
 
 CLOSE_ENOUGH = 1.001
 """Factor on a step's time up to which another step is about as fast. Changes of search points end when a step is about
@@ -326,15 +326,15 @@ class _Search:
             least = self.fastest.prediction
             near = (item for item in self._considered if _exceeds_no_more(item.prediction, least, self.hardware))
             return min(near, key=lambda item: (item.score[1], item.wear)).plan
-        most_seconds = self._compared_seconds(self.fastest) / (1 - PLAIN_GAIN)
+        most_seconds = self.fastest.score[1] / (1 - PLAIN_GAIN)
         fitting = (item for item in self._considered if not item.score[0])
-        fast = [item for item in fitting if self._compared_seconds(item) <= most_seconds]
+        fast = [item for item in fitting if self._least_seconds(item) <= most_seconds]
         least_interference = min(item.interference for item in fast)
         preferred = [item for item in fast if item.interference == least_interference]
         most_seconds = TIE * min(item.score[1] for item in preferred)
         return min((item for item in preferred if item.score[1] <= most_seconds), key=lambda item: item.wear).plan
 
-    def _compared_seconds(self, item: _Considered) -> float:
+    def _least_seconds(self, item: _Considered) -> float:
         """Returns the seconds of a step, with half of those in which the largest tensor's memory is mapped anew."""
         return item.score[1] - remap_seconds(self.model, self.hardware, item.prediction.gpu_peak_bytes) / 2
 

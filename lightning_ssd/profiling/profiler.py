@@ -418,7 +418,6 @@ class Profiler(Uncopied):
             launches,
             self._part_profiles,
             allow_recompute=self._allow_recompute,
-            rerun=self._rerun_calls(),
         )
         between = sum(self._clock.elapsed(start, end) or 0.0 for start, end in self._between) / max(1, steps)
         offloaded = 0
@@ -463,15 +462,6 @@ class Profiler(Uncopied):
         # In a call with more time per operation than the first calls, the host waited for room in the launch queue.
         usual = statistics.median(per_operation) if per_operation else 0.0
         return {unit_call: min(seconds[unit_call], usual * counts[unit_call]) for unit_call in seconds}
-
-    def _rerun_calls(self) -> set[UnitCall]:
-        """Returns the calls that a plan or user code checkpoints: hooks have packed their arguments alone.
-
-        Each product saves one tensor at least, and other calls pack as many. What runs without gradients packs none.
-        """
-        products = Counter(operation.unit_call for operation in self.graph.operations if operation.flops)
-        packed = {unit_call: min(timed)[1] for unit_call, timed in self._launches.items()}
-        return {unit_call for unit_call, count in products.items() if 0 < packed.get(unit_call, 0) < count}
 
     def _part_profiles(self, unit: Unit) -> list[PartProfile]:
         """Returns the profiles of a unit's parts."""

@@ -150,6 +150,8 @@ class TraceMode(UnitDispatchMode):
         """Nodes of compiled operations in the autograd graph of the forward."""
         self._in_rerun = False
         """Whether a compiled unit that the user checkpoints runs again, for which the mode of backward was removed."""
+        self._unit_of = {module: index for index in _outer_first(units) for module in _all_modules(units[index])}
+        """The innermost unit of each module."""
         for modules in units:
             for unit in modules:
                 if calls_are_compiled(unit):  # Dynamo would trace hooks inside
@@ -525,7 +527,9 @@ class TraceMode(UnitDispatchMode):
 
     def _track_module(self, name: str, module: nn.Module) -> Iterator[Callable[[], None]]:
         def before(module: nn.Module, args: object) -> None:
-            if self._entered and not in_backward():
+            if in_backward():
+                self.graph.rerun.add(self._unit_of[module])
+            elif self._entered:
                 self._module_names.append(name)
 
         def after(module: nn.Module, args: object, output: object) -> None:
@@ -609,6 +613,15 @@ def _read(tree: Any) -> dict[torch.UntypedStorage, bool]:
             storage = storage_of(value)
             found[storage] = offloaded_weights(storage) is not None or is_weight(value, storage)
     return found
+
+
+def _all_modules(unit: Sequence[nn.Module]) -> set[nn.Module]:
+    return {module for one in unit for module in one.modules()}
+
+
+def _outer_first(units: Sequence[Sequence[nn.Module]]) -> list[int]:
+    """Returns the indices of units, those that contain others before these."""
+    return sorted(range(len(units)), key=lambda index: -len(_all_modules(units[index])))
 
 
 def _versions(module: nn.Module, given: Sequence[Tensor]) -> list[int]:

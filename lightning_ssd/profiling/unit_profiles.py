@@ -1,6 +1,6 @@
 """Profiles of a model's units, made from the graph of a recorded forward and backward."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,6 @@ def unit_profiles(
     parts_of: Callable[[Unit], Sequence[PartProfile]],
     *,
     allow_recompute: bool,
-    rerun: Collection[UnitCall] = (),
 ) -> tuple[UnitProfile, ...]:
     """Returns the profiles of calls of units, in the order of the forward; then units that were not called.
 
@@ -29,7 +28,6 @@ def unit_profiles(
         launches: host seconds to launch the operations of each call.
         parts_of: returns the profiles of a unit's parts, one or more.
         allow_recompute: whether units may be checkpointed.
-        rerun: calls whose forward runs in backward, too: by a plan, which may checkpoint them, or by user code.
     """
     measured = graph.transients.measure()
     checkpoint_bytes = graph.checkpoint_bytes() if allow_recompute else {}
@@ -49,7 +47,7 @@ def unit_profiles(
                 checkpoint_bytes=of_checkpoint,
                 argument_bytes=sum(graph.buffers[number].nbytes for number in lone),
                 cast_bytes=cast_bytes,
-                reruns=of_checkpoint is None and unit_call in rerun,
+                reruns=of_checkpoint is None and unit_call.unit in graph.rerun,
             )
         )
     return tuple(profiles)

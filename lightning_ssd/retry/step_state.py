@@ -183,10 +183,10 @@ class StepState:
         while found:
             value = found.pop()
             kind: Any = type(value)  # mypy takes classes for unhashable
-            if kind in _CONTAINERS and not value:  # most objects: modules' dictionaries of hooks, for one
-                self._empty.append(value)
-                continue
             try:
+                if kind in _CONTAINERS and not value:  # most objects: modules' dictionaries of hooks, for one
+                    self._empty.append(value)
+                    continue
                 if _is_atom(kind) or id(value) in self._seen:
                     continue
                 if not self._is_code and issubclass(kind, _FUNCTIONS):

@@ -373,22 +373,39 @@ def test_a_calibration_plan_precedes_the_plan(tmp_path: Path) -> None:
         applied = AppliedPlans(first)
         train(SSDOffloadStrategy(**BOTH), callbacks=[first, applied], steps=steps)
         assert [item.calibrating for item in applied.found] == expected
+        assert (first.cycle.offloaded is None) == expected[0]  # such steps stand for a training without a plan
         assert any(unit.checkpoint for unit in applied.found[0].plan.units.values()) or not expected[0]
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non_reentrant"])
-def test_a_model_that_checkpoints_its_layers_is_timed_as_it_is_trained(checkpointing: Any) -> None:
-    """No unit of it may be checkpointed, and offloading its saved tensors would take host memory and time. The profile
-    has its reruns, and not those of units that the calibration checkpoints."""
-    first = planner(gpu_memory="1GiB")
+def test_a_model_that_checkpoints_its_layers_is_timed_as_it_is_trained() -> None:
+    """No unit of it may be checkpointed, and offloading its saved tensors would take host memory and time."""
+    first, module = planner(), TinyGPT("none")
+    module.model.gradient_checkpointing_enable({"use_reentrant": False})
     applied = AppliedPlans(first)
-    strategy = SSDOffloadStrategy(states="host", min_bytes=1, host_memory="64MiB")
-    train(strategy, callbacks=[first, applied], checkpointing=checkpointing, steps=7)
-    checkpoints = checkpointing != "none"
-    assert applied.found[0].calibrating and applied.found[0].plan.keeps_all is checkpoints
-    assert not applied.found[1].calibrating and (applied.found[1].plan.keeps_all or not checkpoints)
-    reruns = [unit.name for unit in first.cycle.runner.profile.units if unit.reruns]
-    assert len(reruns) == (3 if checkpoints else 0) and all(".h." in name for name in reruns)
+    train(SSDOffloadStrategy(**BOTH), callbacks=[first, applied], model=lambda _: module, steps=7)
+    assert [(item.calibrating, item.plan.keeps_all) for item in applied.found] == [(True, True), (False, True)]
+
+
+class InNoGrad(SharedStorages):
+    """Most of its first block's work runs without gradients."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            self.blocks[0](batch[..., None].expand(-1, -1, 32))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("model", [TinyGPT, SharedStorages, InNoGrad])  # checkpoints within layers, and around them
+@pytest.mark.parametrize("states", ["host", "gpu"])
+@pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non_reentrant"])
+def test_profiles_tell_units_that_user_code_checkpoints(checkpointing: Any, states: Any, model: Any) -> None:
+    """And not those that the calibration checkpoints."""
+    first = planner(gpu_memory="1GiB")
+    strategy = SSDOffloadStrategy(**BOTH | {"states": states})
+    train(strategy, callbacks=[first], model=model, checkpointing=checkpointing, steps=7)
+    found = {unit.name.partition(" ")[0] for unit in first.cycle.runner.profile.units if unit.reruns}
+    blocks = "model.transformer.h" if model is TinyGPT else "blocks"
+    assert found == (set() if checkpointing == "none" else {f"{blocks}.{index}" for index in range(3)})
 
 
 class Clock:

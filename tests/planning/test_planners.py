@@ -582,7 +582,7 @@ def test_plans_leave_room_for_the_largest_tensor(largest: int) -> None:
     for fixed in (FixedPlacement(("host",) * 24, ("host",) * 24), None):
         peak = simulate(model, machine, make_plan(model, machine, fixed=fixed)).gpu_peak_bytes
         most = min(machine.gpu_bytes, machine.gpu_cache_bytes - largest)
-        assert 0.85 * most < peak <= most
+        assert (machine.gpu_bytes - largest if largest else 0.85 * most) < peak <= most
 
 
 def with_embedding() -> ModelProfile:
