@@ -150,8 +150,7 @@ class TraceMode(UnitDispatchMode):
         """Nodes of compiled operations in the autograd graph of the forward."""
         self._in_rerun = False
         """Whether a compiled unit that the user checkpoints runs again, for which the mode of backward was removed."""
-        self._unit_of = {module: index for index in _outer_first(units) for module in _all_modules(units[index])}
-        """The innermost unit of each module."""
+        innermost = {module: index for index in _outer_first(units) for module in _all_modules(units[index])}
         for modules in units:
             for unit in modules:
                 if calls_are_compiled(unit):  # Dynamo would trace hooks inside
@@ -159,7 +158,7 @@ class TraceMode(UnitDispatchMode):
                     continue
                 for name, module in unit.named_modules():
                     if module is not unit and takes_hooks(module):
-                        self._removals += self._track_module(name, module)
+                        self._removals += self._track_module(name, module, innermost[module])
 
     def __enter__(self) -> Any:
         self.graph = ForwardGraph()
@@ -525,10 +524,10 @@ class TraceMode(UnitDispatchMode):
         graph, number = getattr(storage, BUFFER, (None, None))
         return number if graph is self.graph else None
 
-    def _track_module(self, name: str, module: nn.Module) -> Iterator[Callable[[], None]]:
+    def _track_module(self, name: str, module: nn.Module, unit: int) -> Iterator[Callable[[], None]]:
         def before(module: nn.Module, args: object) -> None:
             if in_backward():
-                self.graph.rerun.add(self._unit_of[module])
+                self.graph.rerun.add(unit)
             elif self._entered:
                 self._module_names.append(name)
 
