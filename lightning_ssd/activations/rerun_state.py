@@ -40,8 +40,9 @@ _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial)
 _BY_VALUE = (bool, int, float, complex, str, Enum, torch.dtype, torch.device, type, *_FUNCTIONS)
 """Types of attributes whose value, which is the identity of a function, shows that user code has changed them."""
 
-_OF_TORCH = frozenset(name for name in vars(nn.Module()) if "hook" in name) | {"_compiled_call_impl"}
-"""Attributes of a module that show nothing about its code: the package itself has hooks in most modules."""
+_NO_CODE = frozenset(name for name in vars(nn.Module()) if "hook" in name) | {"_compiled_call_impl", "problem_type"}
+"""Attributes that show nothing about a layer's code: the package itself has hooks in most modules, and models of
+transformers set the kind of their loss in their configuration when they first compute it."""
 
 _LABELS = frozenset({"id2label", "label2id"})
 """Attributes of configurations with the names of classes, which no layer reads: a model may have 20 000, and comparing
@@ -92,7 +93,7 @@ class ModuleState:
             if type(container) is not tuple:
                 (self._filled if container else self._empty).append(container)
             for name, value in container.items() if isinstance(container, dict) else enumerate(container):
-                counts, is_tensor = of_user and name not in _OF_TORCH, isinstance(value, Tensor)
+                counts, is_tensor = of_user and name not in _NO_CODE, isinstance(value, Tensor)
                 if counts:
                     kind_of_value = Tensor if is_tensor else type(value)
                     key = Tensor if isinstance(name, Tensor) else name  # `==` of tensors returns tensors

@@ -911,6 +911,18 @@ def test_names_of_classes_are_not_recorded(offloader: ActivationOffloader) -> No
     assert count_runs(model)[1] == 5
 
 
+def test_the_kind_of_a_loss_is_not_that_of_a_layer(offloader: ActivationOffloader) -> None:
+    """Classifiers of transformers set it in their configuration after the layers of the first forward have run."""
+    model = Layers()
+    model.middle.config.problem_type = None
+    checkpointed = Checkpointed(offloader, model)
+    expected = model.run()
+    model.middle.config.problem_type = "regression"
+    count_runs(model)
+    assert_same(checkpointed.run(), expected)
+    assert count_runs(model) == [1, 2, 1]
+
+
 def test_the_second_run_changes_no_state(offloader: ActivationOffloader) -> None:
     """A layer with a running mean of its forwards has that of plain training, and reads that of the first run."""
     model = Layers()
