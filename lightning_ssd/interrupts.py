@@ -43,6 +43,7 @@ def uninterrupted(function: Callable[P, T]) -> Callable[P, T]:
         try:
             result = function(*args, **kwargs)
         finally:
+            deferring.ended = True
             if _signal.getsignal(_SIGINT) is deferring:  # else other code has set its own
                 _signal.signal(_SIGINT, handler)
         if deferring.came:
@@ -53,13 +54,16 @@ def uninterrupted(function: Callable[P, T]) -> Callable[P, T]:
 
 
 class _Deferring:
-    """A handler of SIGINT that notes the first signal in `came`, and passes later ones to another handler."""
+    """A handler of SIGINT that notes the first signal in `came`, and passes later ones to another handler.
+
+    When the protected call has `ended`, it passes none, so that the other handler is always put back.
+    """
 
     def __init__(self, handler: Callable[[int, FrameType | None], object]) -> None:
         self._handler = handler
-        self.came = False
+        self.came = self.ended = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.came:
+        if self.came and not self.ended:
             self._handler(number, frame)
         self.came = True

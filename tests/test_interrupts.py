@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import lightning_ssd
+from lightning_ssd import interrupts
 from lightning_ssd.interrupts import uninterrupted
 from lightning_ssd.model_states.gradients.gradient_offload import GradientOffloader
 from lightning_ssd.model_states.stores.state_store import StateStore
@@ -57,6 +58,25 @@ def test_the_first_interrupt_waits_and_the_second_does_not() -> None:
     with pytest.raises(KeyboardInterrupt):
         outer(2)
     assert done == ["outer", "inner", "outer", "inner"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_interrupts_while_the_handler_is_put_back_do_not_prevent_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = interrupts
+    getsignal = module._signal.getsignal
+
+    def press_twice(number: int) -> Any:
+        press()
+        press()
+        return getsignal(number)
+
+    @uninterrupted
+    def run() -> None:
+        monkeypatch.setattr(module._signal, "getsignal", press_twice)
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    monkeypatch.undo()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

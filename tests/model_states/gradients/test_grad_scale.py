@@ -71,8 +71,13 @@ def test_an_interrupt_in_a_callback_of_the_scale_takes_effect_afterwards() -> No
 
     gate.begin(defer_to_user_hooks=False)
     gate.scale.add_done_callback(begin)
-    with pytest.raises(KeyboardInterrupt):
-        gate.decide(torch.tensor([0.5]))
+    # After a Ctrl-C in a training of this process, Lightning leaves a handler that ignores others.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            gate.decide(torch.tensor([0.5]))
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert begun == [0.5]
     gate.close()
 
