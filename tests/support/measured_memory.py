@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ssd import SSDOffloadStrategy, SwapPlanner
 from lightning_ssd.device import process_ram, trim_heap
+from lightning_ssd.device.cgroups import PROC, read_text
 from lightning_ssd.host_memory import host_memory_of
 from tests.support.trainings import quiet
 
@@ -73,9 +74,11 @@ class Memory(pl.Callback):
 
 
 def proportional_set_size() -> int:
-    """Returns the bytes of RAM of this process without objects that nothing references."""
+    """Returns the bytes of RAM of this process without objects that nothing references, and without mapped files: its
+    share of libraries falls when other processes load the same ones meanwhile."""
     gc.collect()
-    return process_ram()
+    fields = [line.split() for line in read_text(PROC / "self/smaps_rollup").splitlines()]
+    return process_ram() - sum(1024 * int(field[1]) for field in fields if field[0] == "Pss_File:")
 
 
 def fit(strategy: Any, depth: int, steps: int, **arguments: Any) -> None:
