@@ -340,6 +340,7 @@ def _first_parts(model: ModelProfile, budget: float) -> int:
     largest = sorted((unit.weight_bytes for unit in model.units), reverse=True)
     left = budget - sum(largest[:3])  # one unit computes, one is prefetched, one is evicted
     for index, (_, part) in enumerate(model.parts):
+        # The strategy reserves a budget's bytes for autocast's casts, too, which have those of compute weights.
         left -= part.resident_bytes + (part.weight_bytes if part.casts else 0)
         if left < 0:
             return index

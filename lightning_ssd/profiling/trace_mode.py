@@ -150,7 +150,7 @@ class TraceMode(UnitDispatchMode):
         """Nodes of compiled operations in the autograd graph of the forward."""
         self._in_rerun = False
         """Whether a compiled unit that the user checkpoints runs again, for which the mode of backward was removed."""
-        innermost = {module: index for index in _outer_first(units) for module in _all_modules(units[index])}
+        innermost = _innermost_units(units)
         for modules in units:
             for unit in modules:
                 if calls_are_compiled(unit):  # Dynamo would trace hooks inside
@@ -614,13 +614,11 @@ def _read(tree: Any) -> dict[torch.UntypedStorage, bool]:
     return found
 
 
-def _all_modules(unit: Sequence[nn.Module]) -> set[nn.Module]:
-    return {module for one in unit for module in one.modules()}
-
-
-def _outer_first(units: Sequence[Sequence[nn.Module]]) -> list[int]:
-    """Returns the indices of units, those that contain others before these."""
-    return sorted(range(len(units)), key=lambda index: -len(_all_modules(units[index])))
+def _innermost_units(units: Sequence[Sequence[nn.Module]]) -> dict[nn.Module, int]:
+    """Returns the index of the smallest unit that has each module: units may be inside of others."""
+    members = [{module for one in unit for module in one.modules()} for unit in units]
+    largest_first = sorted(range(len(units)), key=lambda index: -len(members[index]))
+    return {module: index for index in largest_first for module in members[index]}
 
 
 def _versions(module: nn.Module, given: Sequence[Tensor]) -> list[int]:
