@@ -6,8 +6,9 @@ A small GPT is run forward and backward with and without the offloader, and the 
 number of saved tensors, including weights and small ones. The GPU and the link have so little work that the host's time
 is the step's.
 
-The last lines have the host's time of a forward under plans that keep all saved tensors of all blocks: the dispatch
-mode intercepts the operators of all blocks, or of none.
+The next lines have the host's time of a forward under plans that keep all saved tensors of all blocks: the dispatch
+mode intercepts the operators of all blocks, or of none. The last ones have the time of a forward and backward that
+checkpoints no block, or all of them: by torch's checkpointing, which transformers' models have, or by a plan.
 """
 
 import argparse
@@ -139,7 +140,40 @@ def print_modes(model: Any, ids: Tensor, rounds: int) -> None:
             intercepted = len(units) - len(mode.schedule.plain_calls)
             print(f"{intercepted} blocks in a mode: {middle:.2f} ms ({low:.2f} to {high:.2f}) a forward")
             mode.close()
+        mode = PlanMode(units, offloader)
+        mode.schedule = make_schedule(
+            recorder.graph,
+            saved,
+            {item.buffer: "keep" for item in saved},
+            plain_calls=True,
+            checkpointed=dict.fromkeys(recorder.graph.checkpoint_bytes(), "keep"),
+        )
+        offloader.run(replace(offloader.policy, mode=mode))
+
+        def plain() -> None:
+            model(input_ids=ids, labels=ids).loss.backward()
+
+        print_checkpointing(model, plain, step, rounds)
+        mode.close()
         offloader.close()
+
+
+def print_checkpointing(model: Any, plain: Callable[[], None], planned: Callable[[], object], rounds: int) -> None:
+    """Prints the time of a forward and backward without checkpointing, with torch's, and with that of a plan."""
+    times: dict[str, list[float]] = {"no block": [], "all blocks, by torch": [], "all blocks, by a plan": []}
+    for _ in range(rounds):  # in turn, as processors change their speed
+        for name, seconds in times.items():
+            if name.endswith("torch"):
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+            begin = time.perf_counter()
+            planned() if name.endswith("plan") else plain()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - begin)
+            model.gradient_checkpointing_disable()
+    for name, seconds in times.items():
+        low, middle, high = (1e3 * value for value in statistics.quantiles(seconds, n=4))
+        print(f"{name} checkpointed: {middle:.2f} ms ({low:.2f} to {high:.2f}) a forward and backward")
 
 
 if __name__ == "__main__":

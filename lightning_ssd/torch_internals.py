@@ -33,7 +33,6 @@ replacement ("at import" below). There are three groups:
 | `count_compiled`, `compile_seconds` | `torch._dynamo.utils` | |
 | `cuda_graph_functions` | `torch._inductor.cudagraph_trees` | |
 | `is_traced`, `with_dispatch_key`, `exclude_dispatch_key` | `torch._C` | |
-| `begin_checkpoint` | `torch.utils.checkpoint._checkpoint_without_reentrant_generator` | |
 | `dtype_order` | `torch.utils._foreach_utils._group_tensors_by_device_and_dtype` | |
 | `abort_process_groups` | `torch.distributed.distributed_c10d._world` | |
 | `collectives_begun` | `torch.distributed.distributed_c10d._world`, `_get_sequence_number_for_group` | |
@@ -52,7 +51,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from operator import attrgetter, methodcaller
 from pkgutil import resolve_name
@@ -409,17 +408,6 @@ def register_state_dict_hook(module: torch.nn.Module, hook: Callable[..., Any]) 
 def run_node_first(node: Any) -> None:
     """Makes autograd run a node before all others that are ready, as it does with those that accumulate gradients."""
     node._set_sequence_nr(2**64 - 1)
-
-
-def begin_checkpoint(function: Callable[..., Any], tensors: Iterable[Tensor]) -> Generator[None, None, None]:
-    """Returns torch's checkpointing of one call: its first `next` begins the call, the second one ends it.
-
-    Args:
-        function: runs the call again.
-    """
-    begin: Any = torch.utils.checkpoint._checkpoint_without_reentrant_generator
-    generator: Generator[None, None, None] = begin(function, *(begin.__defaults__ or ()), *tensors)
-    return generator
 
 
 def dtype_order(tensors: list[Tensor | None]) -> list[int]:

@@ -17,6 +17,7 @@ The modules, by subject, in the order in which they are best read:
 from lightning_ssd.activations.autocast import calls_operators, outer_autocast
 from lightning_ssd.activations.backward_graph import backward_nodes
 from lightning_ssd.activations.checkpointed_call import (
+    Arguments,
     CheckpointedCall,
     EmptyCaches,
     allows_checkpointing,

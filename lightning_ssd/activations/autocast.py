@@ -49,14 +49,19 @@ def autocast_dtypes() -> dict[str, torch.dtype]:
     return {device: torch.get_autocast_dtype(device) for device in _KEYS if torch.is_autocast_enabled(device)}
 
 
-def autocast_of(dtypes: Mapping[str, torch.dtype]) -> AbstractContextManager[object]:
-    """Returns a context in which autocast is as `autocast_dtypes` has found it."""
-    return _enabled_autocast(dtypes) if dtypes else internals.without_autocast()
+def autocast_of(dtypes: Mapping[str, torch.dtype], *, cached: bool = False) -> AbstractContextManager[object]:
+    """Returns a context in which autocast is as `autocast_dtypes` has found it.
+
+    Args:
+        dtypes: the result of `autocast_dtypes`.
+        cached: whether a weight that is cast twice has one cast, as it has in a forward with `cache_enabled`.
+    """
+    return _enabled_autocast(dtypes, cached) if dtypes else internals.without_autocast()
 
 
 @contextlib.contextmanager
-def _enabled_autocast(dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
+def _enabled_autocast(dtypes: Mapping[str, torch.dtype], cached: bool) -> Iterator[None]:
     with internals.without_autocast(), contextlib.ExitStack() as stack:
         for device, dtype in dtypes.items():
-            stack.enter_context(torch.autocast(device, dtype, cache_enabled=False))
+            stack.enter_context(torch.autocast(device, dtype, cache_enabled=cached))
         yield

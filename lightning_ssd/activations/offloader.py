@@ -292,7 +292,7 @@ class ActivationOffloader(Uncopied):
         Args:
             saving: the hooks that remain. "nothing": none, so that autograd saves tensors as in plain training;
                 "weights": those that save references to offloaded weights, and keep all other tensors; "all": all.
-                Torch's hooks of a checkpointed call are entered inside of them, which save its arguments alone then.
+                The hooks of a checkpointed call are entered inside of them, which save its arguments alone then.
 
         Returns:
             Whether they were removed.

@@ -234,8 +234,8 @@ class PlanMode(UnitDispatchMode):
 
     def begin_segment(self, segment: Segment) -> None:
         # The plain call has called another unit, or has raised an error that is no `Exception`, and called no hook. It
-        # can't end inside of the user's hooks and modes: there, the other unit is a part of it. Torch's own hooks make
-        # that true of checkpointed calls, too.
+        # can't end inside of the user's hooks and modes: there, the other unit is a part of it. The hooks of
+        # a checkpointed call make that true of it, too.
         if self._paused_by is not None and self._hooks.can_resume():
             self._end_pause()
         self._planned = self.schedule.operations.get(segment, ())
@@ -259,10 +259,10 @@ class PlanMode(UnitDispatchMode):
         if proof is None or self._paused_by is not None:
             self._caches.copy_if_empty(args, kwargs)
             return
-        arguments = rerun_arguments(unit_call, module, args, kwargs, self._caches)
+        state = proof.state()
+        arguments = rerun_arguments(unit_call, module, args, kwargs, self._caches, state)
         if arguments is None:
             return
-        state = proof.state()
         self.units_changed |= state is None
         if state is not None and self._hooks.pause("all"):
             self._paused_by = unit_call

@@ -6,9 +6,8 @@ kept, offloaded, or recomputed themselves. So any choice of operators can be rec
 graph is built again. The same kernel on the same bytes with the same strides gives the same results.
 """
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ from lightning_ssd import torch_internals as internals
 from lightning_ssd.activations.autocast import autocast_dtypes, autocast_of
 from lightning_ssd.activations.graph import is_random, tensors_of
 from lightning_ssd.activations.record import RefCountedBytes, SavedHandle, bytes_of, forget_original
+from lightning_ssd.activations.rerun_state import GeneratorState, restored_generators
 from lightning_ssd.storage_tags import RECOMPUTE_NODES, RECOMPUTED
 
 Pack = Callable[[Tensor], Any]
@@ -40,7 +40,7 @@ class RecomputeNode:
         args: Any,
         kwargs: Any,
         returned: Sequence[Tensor],
-        random: "GeneratorState | None",
+        random: GeneratorState | None,
         pack: Pack,
         unpack: Callable[[Any], Tensor],
     ) -> None:
@@ -107,7 +107,7 @@ class RecomputeNode:
             internals.without_autograd(),
             torch.set_grad_enabled(self._grad_enabled),
             autocast_of(self._autocast),
-            _restored_generator(self._random),
+            restored_generators(() if self._random is None else (self._random,)),
         ):
             tensors = tensors_of(self._func(*args, **kwargs))
         returned = [_describe(tensor) for tensor in tensors]
@@ -201,10 +201,6 @@ class Recomputed(RefCountedBytes):
             self.data = bytes_of(storage)
 
 
-GeneratorState = tuple[torch.Generator, Tensor]
-"""A generator, and one of its states."""
-
-
 def random_state(func: Any, device: torch.device) -> GeneratorState | None:
     """Returns the generator of an operation on `device` and its state, or None if it draws no random numbers."""
     if not is_random(func):
@@ -252,18 +248,3 @@ def _nodes_reading(tensor: Tensor) -> "weakref.WeakSet[RecomputeNode] | None":
         nodes = weakref.WeakSet()
         setattr(storage, RECOMPUTE_NODES, nodes)
     return nodes
-
-
-@contextlib.contextmanager
-def _restored_generator(random: GeneratorState | None) -> Iterator[None]:
-    """Sets the generator to the state `random` within the context, and restores its own state afterwards."""
-    if random is None:
-        yield
-        return
-    generator, state = random
-    now = generator.get_state()
-    generator.set_state(state)
-    try:
-        yield
-    finally:
-        generator.set_state(now)

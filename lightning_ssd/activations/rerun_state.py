@@ -1,8 +1,7 @@
 """State besides its arguments that a forward reads: a second run in backward must find it as the first run did.
 
 User code may change it after the forward: it switches adapters or to `eval()`, or leaves a `sdpa_kernel` context. The
-second run must not change it either, such as a running mean. Torch itself restores the states of its default random
-number generators and of autocast.
+second run must not change it either, such as a running mean or the numbers that a later dropout draws.
 
 A forward was recorded to prove that it may be run again, and changes by user code before a later one end that proof.
 Each forward compares attributes by identity, in less time than copies of them take. Therefore a copy serves
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ssd import torch_internals as internals
+from lightning_ssd.activations.autocast import autocast_dtypes, autocast_of
 from lightning_ssd.activations.record import check_version
 
 KEEP_UNIT = "set `checkpoint: false` in the unit of your plan, or `offload=1.0`, which checkpoints no unit"
@@ -62,6 +62,10 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 products are not among them: which of torch's two sets of functions may read them depends on the user's calls."""
 
 
+GeneratorState = tuple[torch.Generator, Tensor]
+"""A generator, and one of its states."""
+
+
 class ModuleState:
     """Attributes of a module and of those inside of it, elements of their containers, and their configurations.
 
@@ -71,9 +75,11 @@ class ModuleState:
     Attributes:
         kind: compares equal for states of a module in which its forward runs the same code, unless data make it differ.
         tensors: parameters, buffers and other tensors among them, without those made in inference mode.
+        allows_checkpointing: whether the forward may be run again as far as this state shows; `None`: not known yet.
     """
 
     def __init__(self, module: nn.Module) -> None:
+        self.allows_checkpointing: bool | None = None
         self._modules = list(module.modules())
         self._classes = [type(inner) for inner in self._modules]
         self._filled: list[Any] = []
@@ -173,12 +179,20 @@ class UnitProof:
 
 
 class RerunState:
-    """The state of a module, versions of its tensors, and settings of torch, at the begin of a forward."""
+    """State at the begin of a forward, of a module and of torch.
 
-    def __init__(self, module: nn.Module, state: ModuleState) -> None:
+    Args:
+        module: the module.
+        state: its state.
+        tensors: the forward's arguments, which show the devices on which it may draw random numbers.
+    """
+
+    def __init__(self, module: nn.Module, state: ModuleState, tensors: Sequence[Tensor]) -> None:
         self._module = module
         self._state = state
         self._settings = _read_settings()
+        self._generators = _generators_of(tensors)
+        self._autocast, self._casts_are_cached = autocast_dtypes(), torch.is_autocast_cache_enabled()
         with internals.without_torch_function():  # offloaded weights would answer for their versions
             self._versions = list(map(internals.version_of, state.tensors))
 
@@ -211,7 +225,8 @@ class RerunState:
             _change_settings(self._settings)
             if present is not self._state:
                 self._state.restore()
-            yield
+            with restored_generators(self._generators), autocast_of(self._autocast, cached=self._casts_are_cached):
+                yield
         finally:  # also if the user interrupts it
             _change_settings(settings)
             present.restore()
@@ -225,6 +240,26 @@ def _change_settings(values: Sequence[Any]) -> None:
     for (read, change), value in zip(_SETTINGS, values, strict=True):
         if read() != value:
             change(value)
+
+
+def _generators_of(tensors: Sequence[Tensor]) -> list[GeneratorState]:
+    """Returns the present states of torch's default generators of the CPU, and of each GPU with one of `tensors`."""
+    gpus = {tensor.get_device() for tensor in tensors if tensor.is_cuda}
+    generators = [torch.default_generator, *(torch.cuda.default_generators[index] for index in gpus)]
+    return [(generator, generator.get_state()) for generator in generators]
+
+
+@contextlib.contextmanager
+def restored_generators(states: Sequence[GeneratorState]) -> Iterator[None]:
+    """Sets generators to `states` within the context, and restores their own states afterwards."""
+    now = [(generator, generator.get_state()) for generator, _ in states]
+    try:
+        for generator, state in states:
+            generator.set_state(state)
+        yield
+    finally:
+        for generator, state in now:
+            generator.set_state(state)
 
 
 def kind_of(module: nn.Module) -> Hashable:

@@ -177,9 +177,9 @@ class UnplannedCheckpoints(Uncopied):
             return  # a recorded or checked micro-batch, or a call on another thread, or in one of a unit or the user
         kind = self._kinds[module]
         call = UnitCall(index, self._calls[module])
-        arguments = rerun_arguments(call, module, args, kwargs, self._caches)
+        state = self._proofs[module].state()
+        arguments = rerun_arguments(call, module, args, kwargs, self._caches, state)
         self._calls[module] += 1
-        state = None if arguments is None else self._proofs[module].state()
         if arguments is None or state is None:
             return
         lacks_room = self._lacks_room(limit)

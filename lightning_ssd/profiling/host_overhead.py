@@ -12,15 +12,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from lightning_ssd.activations import (
     ActivationOffloader,
+    Arguments,
+    CheckpointedCall,
+    EmptyCaches,
     HostTier,
     KeepAll,
     OffloadPolicy,
     PlanMode,
     Saved,
+    UnitProof,
+    around_call,
     make_schedule,
 )
 from lightning_ssd.device import make_copy_engine
@@ -87,6 +91,7 @@ class _Probe:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._model = nn.Sequential(*(_Block() for _ in range(BLOCKS))).to(device)
+        self._calls = [_Calls(block) for block in self._model]
         self._value = torch.zeros(1, TOKENS, HIDDEN, device=device, requires_grad=True)
         pool = PinnedPool(HOST_BYTES, pin=device.type == "cuda")
         copies = make_copy_engine(device)  # last: it starts threads
@@ -144,14 +149,13 @@ class _Probe:
     @contextlib.contextmanager
     def _checkpoint(self) -> Iterator[None]:
         """Runs the forward of each block again in backward."""
-        blocks = list(self._model)
-        for block in blocks:
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        for calls in self._calls:
+            calls.checkpointed = True
         try:
             yield
         finally:
-            for block in blocks:
-                del block.forward
+            for calls in self._calls:
+                calls.checkpointed = False
 
     def _compare(self, *contexts: Callable[[], AbstractContextManager[object]]) -> list[_HostSeconds]:
         """Returns the host seconds of a forward inside each of the contexts, and of its backward.
@@ -184,6 +188,30 @@ class _Probe:
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+class _Calls:
+    """The calls of a block, which are checkpointed as by a plan while `checkpointed` is True."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self.checkpointed = False
+        self._block = block
+        self._caches = EmptyCaches()
+        self._running: CheckpointedCall | None = None
+        around_call(block, self._begin, self._end)
+        self._proof = UnitProof(block)
+
+    def _begin(self, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+        if self.checkpointed:
+            state = self._proof.state()
+            assert state is not None
+            self._running = CheckpointedCall(self._block, Arguments(args, kwargs, self._caches), state)
+            self._running.begin()
+
+    def _end(self, output: object) -> None:
+        if self._running is not None:
+            self._running.end()
+            self._running = None
 
 
 def _share(seconds: float, count: int) -> float:

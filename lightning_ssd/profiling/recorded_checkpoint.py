@@ -1,6 +1,6 @@
 """`RecordedCheckpoint`: a checkpointed call in a recorded forward, whose record is that of an ordinary call.
 
-Torch's hooks drop the tensors that the call saves. Hooks inside of them record each tensor before, and when backward
+The call's hooks drop the tensors that it saves. Hooks inside of them record each tensor before, and when backward
 unpacks it. The mode that records the backward is removed while the call runs again.
 """
 
@@ -36,7 +36,7 @@ class Dropped:
     """A saved tensor of a checkpointed call, which autograd owns.
 
     Args:
-        holder: stands for the tensor in torch's hooks.
+        holder: stands for the tensor in the call's hooks.
     """
 
     def __init__(self, holder: Any) -> None:
@@ -72,9 +72,9 @@ class RecordedCheckpoint:
         self._call.begin()
         internals.push_dispatch_mode(self._mode)
         self._entered.callback(internals.pop_dispatch_mode)
-        torchs = internals.innermost_saved_hooks(False)
-        assert torchs is not None
-        self._drop, self._remake = torchs
+        hooks = internals.innermost_saved_hooks(False)
+        assert hooks is not None
+        self._drop, self._remake = hooks
         # Left by `end`: a longer reference would be a cycle that keeps the call's arguments.
         self._entered.enter_context(saved_tensors_hooks(self._pack, self._unpack))
 

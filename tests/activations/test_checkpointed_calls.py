@@ -1,5 +1,6 @@
 """Checkpointed unit calls drop what autograd saves in them, and run their forward again in backward."""
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -998,6 +999,103 @@ def test_an_unhashable_cache_is_no_argument_of_a_checkpointed_call(offloader: Ac
     checkpointed = Checkpointed(offloader, model)
     assert UnitCall(1, 0) not in checkpointed.bytes
     assert_same(checkpointed.run(), expected)
+
+
+class ReadTwice(torch.autograd.Function):
+    """A function of the user whose backward reads its saved tensor twice."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        ctx.save_for_backward(value)
+        return value.square()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * (ctx.saved_tensors[0] + ctx.saved_tensors[0])
+
+
+def test_a_saved_tensor_may_be_read_twice(offloader: ActivationOffloader) -> None:
+    model = Layers()
+    model.middle.inside = ReadTwice.apply
+    expected = model.run()
+    checkpointed = Checkpointed(offloader, model)
+    count_runs(model)
+    assert_same(checkpointed.run(), expected)
+    assert count_runs(model)[1] > 1
+
+
+class Switched:
+    """An operator that runs one of two functions, by a state that is no attribute of a module."""
+
+    def __init__(self, first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor]) -> None:
+        self.functions = [first, second]
+        self.number = 0
+
+    def __call__(self, value: Tensor) -> Tensor:
+        return self.functions[self.number](value)
+
+
+def run_with_caught_errors(value: Tensor) -> Tensor:
+    """Saves tensors of another shape; catches the error that this raises in a second run, as user code may."""
+    with contextlib.suppress(Exception):
+        value = torch.cat([value, value]).exp()[:4]
+    return value.exp()
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        pytest.param(lambda value: value * 2, id="fewer"),
+        pytest.param(lambda value: torch.cat([value, value]).exp()[:4], id="other shapes"),
+        pytest.param(lambda value: value.double().exp().float(), id="other dtypes"),
+        pytest.param(run_with_caught_errors, id="errors are caught"),
+    ],
+)
+def test_a_second_run_that_saves_other_tensors_is_an_error(
+    offloader: ActivationOffloader, second: Callable[[Tensor], Tensor]
+) -> None:
+    """What a forward reads beside its arguments and attributes is not known, such as a global variable."""
+    model = Layers()
+    model.middle.inside = switched = Switched(lambda value: value.exp().exp(), second)
+    model.middle.drop = nn.Identity()
+    checkpointed = Checkpointed(offloader, model)
+    count_runs(model)
+    loss = checkpointed.forward()
+    switched.number = 1
+    with pytest.raises(RuntimeError, match="has saved other tensors when it was run again in backward"):
+        model.gradients(loss)
+    checkpointed.end()
+    switched.number = 0
+    assert_same(checkpointed.run(), model.run())
+
+
+def test_tensors_of_a_second_run_are_freed_once_they_are_read(offloader: ActivationOffloader) -> None:
+    """Those that autograd does not own any more, because their graph was freed in forward, are never kept."""
+    model = Layers()
+    made: list[weakref.ref[Any]] = []
+    alive: list[list[bool]] = []
+
+    def inside(value: Tensor) -> Tensor:
+        def note(gradient: Tensor) -> None:
+            alive.append([one() is not None for one in made])
+
+        unused = value.cos()  # its graph is freed at the end
+        made.extend(weakref.ref(tensor.untyped_storage()) for tensor in (unused.sin(), unused.exp()))
+        value = value.exp()
+        made.append(weakref.ref(value.untyped_storage()))
+        value.register_hook(note)
+        first = value.exp()
+        made.append(weakref.ref(first.untyped_storage()))
+        return first * 2
+
+    model.middle.inside = inside
+    checkpointed = Checkpointed(offloader, model)
+    loss = checkpointed.forward()
+    made.clear()
+    alive.clear()
+    model.gradients(loss)
+    checkpointed.end()
+    assert alive == [[False, False, True, False]]
 
 
 def test_gradients_inside_of_the_forward(offloader: ActivationOffloader) -> None:
