@@ -52,6 +52,7 @@ from lightning_ssd.planning.shrunk import shrink_plan
 from lightning_ssd.planning.simulator import Prediction, simulate
 from lightning_ssd.planning.ssdtrain import TierSpeed, offload_amounts
 from lightning_ssd.planning.state_moves import MIN_MOVE_GAIN, is_better_elsewhere, most_seconds_elsewhere
+from lightning_ssd.planning.step_tasks import OFFLOADED_LAUNCH
 from lightning_ssd.planning.teraio import plan_in_longer_step
 from lightning_ssd.planning.validation import (
     as_list,

@@ -36,6 +36,15 @@ MAX_TRANSFERS = 192
 BACKWARD_LAUNCH = 0.5
 """Host time to launch a backward / host time to launch its forward: autograd runs in C++."""
 
+OFFLOADED_LAUNCH = 1.2
+"""Host time to launch a unit whose weights are offloaded / host time if they are on the GPU: hooks fetch weights and
+offload gradients, and operators are given the weights by Python.
+
+A forward and backward of the layers of GPT-2 XL, with small tensors, takes 78 ms of a processor with all states in host
+memory, and 62 ms under plain Lightning (2-core virtual machine). On H200s, GPT-2 XL in 24 GiB with two thirds of its
+states on the GPU took 0.401 s a step; 0.461 s are predicted with equal launches, and 0.407 s with these.
+"""
+
 
 class Launch(NamedTuple):
     """The host's launch of a compute task's work.
@@ -82,6 +91,10 @@ class StepTasks:
             for unit in self.units
         ]
         """By unit, the bytes of the weights that are copied to the GPU, and the part that is read from SSDs."""
+        for stage in self.stages:
+            if self._weights[stage.unit][0]:
+                stage.launch *= OFFLOADED_LAUNCH
+                stage.rerun_launch *= OFFLOADED_LAUNCH
         self.tasks: list[Task] = []
         self._cpu_step_rate = hardware.cpu_step_rate
         self._weights_first, self._rest_later = hardware.cpu_weights_first, hardware.cpu_rest_later

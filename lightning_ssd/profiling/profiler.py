@@ -34,6 +34,7 @@ from lightning_ssd.activations import (
 from lightning_ssd.device import WorkCounter, allocator_memory, make_clock
 from lightning_ssd.model_states import ModelStates, Unit, UnitPart, count_stored_bytes, states_in_memory
 from lightning_ssd.planning import (
+    OFFLOADED_LAUNCH,
     FixedPlacement,
     HostOverhead,
     ModelProfile,
@@ -443,7 +444,8 @@ class Profiler(Uncopied):
     def _launch_seconds(self, overhead: HostOverhead) -> Mapping[UnitCall, float]:
         """Returns the host seconds to launch the forward of each unit call, without the overhead of a plan.
 
-        If hooks have packed fewer tensors than the call saves, and the call may be checkpointed, it was.
+        If hooks have packed fewer tensors than the call saves, and the call may be checkpointed, it was. The seconds
+        are those with the unit's weights on the GPU.
         """
         counts = Counter(operation.unit_call for operation in self.graph.operations)
         num_saved = Counter(item.unit_call for item in self.saved)
@@ -456,6 +458,8 @@ class Profiler(Uncopied):
             if packed < num_saved[unit_call] and unit_call in self.graph.proofs:
                 added += overhead.checkpoint * num_saved[unit_call]
             seconds[unit_call] = total - min(total / 2, added)
+            if any(self._tiers(part)[0] != "gpu" for part in self.parts_of(self.units[unit_call.unit])):
+                seconds[unit_call] /= OFFLOADED_LAUNCH
             if issued < LAUNCH_QUEUE:
                 per_operation.append(seconds[unit_call] / count)
             issued += count

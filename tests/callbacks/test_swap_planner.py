@@ -28,6 +28,7 @@ from lightning_ssd.model_states.steps import step
 from lightning_ssd.model_states.units import units
 from lightning_ssd.model_states.weights import prefetcher
 from lightning_ssd.planning import (
+    OFFLOADED_LAUNCH,
     HardwareProfile,
     HostOverhead,
     ModelProfile,
@@ -590,6 +591,15 @@ def test_the_launch_time_of_a_forward_does_not_include_waits_for_weights(monkeyp
     )
     assert 0 < sum(item.launch_seconds for unit in first.cycle.runner.profile.units for item in unit.operators) < 1.0
     assert made.now > 10.0
+
+
+@pytest.mark.parametrize(("states", "factor"), [("gpu", 1.0), ("host", OFFLOADED_LAUNCH)])
+def test_launch_times_are_those_of_weights_on_the_device(time: Clock, states: str, factor: float) -> None:
+    """Blocks take 10 ms of the host, wherever their weights are: those of offloaded ones take longer than others."""
+    first = planner()
+    train(SSDOffloadStrategy(**BOTH | {"states": states, "gpu_memory": "1B"}), callbacks=[first], steps=8)
+    launches = [unit.launch_seconds for unit in first.cycle.runner.profile.units if ".h." in unit.name]
+    assert launches == pytest.approx([0.01 / factor] * 3)
 
 
 def test_the_launch_time_of_a_forward_includes_no_tensors_that_were_not_packed(

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ssd.planning import (
+    OFFLOADED_LAUNCH,
     HardwareProfile,
     HostOverhead,
     ModelProfile,
@@ -208,10 +209,24 @@ def test_the_gpu_computes_only_launched_work(forward: float, waits: bool, second
         assert prediction.bound == ("launch" if forward == 4 else "compute")
 
 
+def test_units_whose_weights_are_offloaded_take_longer_to_launch() -> None:
+    """Also where they run again in backward."""
+    model = make_model(2, parameters=40, launch=2.0, operations=2)
+    model = replace(model, units=tuple(replace(unit, checkpoint_bytes=0) for unit in model.units))
+    for checkpoint, launched in ((False, 1.5), (True, 2.5)):
+        plan = plan_of(model, "gpu", "gpu", "keep", "keep")
+        units = {name: replace(unit, checkpoint=checkpoint) for name, unit in plan.units.items()}
+        on_gpu = simulate(model, UNIT, replace(plan, units=units)).busy_seconds["launch"]
+        name = next(iter(units))
+        units[name] = replace(units[name], weights="host", states="host")
+        mixed = simulate(model, UNIT, replace(plan, units=units)).busy_seconds["launch"]
+        assert mixed - on_gpu == pytest.approx((OFFLOADED_LAUNCH - 1) * launched * 2.0)
+
+
 def test_the_host_launches_a_forward_after_the_jobs_that_it_waits_for() -> None:
     """The next forward waits for a job of 40 s. Only then does the host launch it, in 6 s, and the backward, in 3 s."""
     launch = 6.0
-    model = replace(make_model(1, parameters=40, launch=launch, operations=2), synchronizes=True)
+    model = replace(make_model(1, parameters=40, launch=launch / OFFLOADED_LAUNCH, operations=2), synchronizes=True)
     machine = replace(FAST, cpu_step_rate=1.0)
     plan = plan_of(model, "host", "host", "keep", "keep")
     at_once = replace(make_model(1, parameters=40), synchronizes=True)
@@ -223,7 +238,7 @@ def test_the_host_launches_a_forward_after_the_jobs_that_it_waits_for() -> None:
 
 def test_the_host_launches_a_forward_after_the_reads_of_its_weights() -> None:
     """Weights of 80 bytes are read in 80 s after the job of 40 s."""
-    model = replace(make_model(1, parameters=40, launch=6.0, operations=2), synchronizes=True)
+    model = replace(make_model(1, parameters=40, launch=6.0 / OFFLOADED_LAUNCH, operations=2), synchronizes=True)
     machine = replace(FAST, cpu_step_rate=1.0, ssd_read=1.0, ssd_mixed=1.0)
     plan = plan_of(model, "ssd", "host", "keep", "keep")
     later = simulate(model, machine, plan).step_seconds - simulate(model.with_launches(0), machine, plan).step_seconds
