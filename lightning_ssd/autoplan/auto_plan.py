@@ -8,7 +8,8 @@ A training has these phases. All methods are called on the training thread.
 3. plan: a `PlanCycle`, to which the events of the training are passed. Compiled code may be compiled again before
    there is a plan, once (`Recompilation`): then all begins anew.
 
-A micro-batch that runs out of memory is run again in any phase (`save_memory`, `restart_after_offload`).
+A micro-batch that runs out of memory is run again in any phase (`save_memory`, `restart_after_offload`). If profiles or
+plans run out of memory, the training continues without a plan, under the rules of phase 1 (`_plan_smaller`).
 """
 
 from collections import Counter
@@ -52,8 +53,8 @@ FIRST_STEPS = 2
 enough if its saved tensors do not fit beside the memory that stays allocated after it."""
 
 MAX_FAILED_PROFILES = 3
-"""Profiles that ran out of memory, after which the training is profiled no more: all units that may be are
-checkpointed."""
+"""Profiles that ran out of memory, after which the training continues without a plan. One more is tried each time that
+all model states were offloaded."""
 
 PROVEN = 16
 """Micro-batches in a row without an OutOfMemoryError, after which none is expected under the same rule."""
@@ -90,7 +91,7 @@ class AutoPlan(Uncopied):
         """Batches of the whole training."""
         self._failed_profiles = 0
         self._checkpoints: UnplannedCheckpoints | None = None
-        """Checkpoints units before there is a plan; `None`: the training can't be planned."""
+        """Checkpoints units while there is no plan; `None`: the training can't be planned."""
         self._begin()
         if self._known is not None:
             self._code = CompiledCode(compiled_units(training))
@@ -102,6 +103,8 @@ class AutoPlan(Uncopied):
         if self._checkpoints is not None:
             self._checkpoints.close()
         self._checkpoints = None
+        self._gave_up = False
+        """Whether profiles or plans have run out of memory, so that there is none any more."""
         self._known: KnownMemory | None = None
         """Compares micro-batches with measured ones; `None`: nothing is decided."""
         self._shape: BatchShape | None = None
@@ -255,17 +258,16 @@ class AutoPlan(Uncopied):
     def _end_step(self, known: KnownMemory) -> None:
         """Decides for the steps after one that has ended, or passes its end to the plan."""
         ran_out, self._ran_out = self._ran_out, False
-        if self.cycle is not None:
-            if self._code is not None and self._code.ran_under_mode:
-                self._end_plan_of_late_code(self._code)
-            elif self._recompilation.due:
-                self._close_plan()
-                self._recompilation.begin()
-                self._begin()
-            elif ran_out:
-                self._plan_smaller(known, self.cycle)
-            return
-        self._decide(known)
+        if self.cycle is None and not self._gave_up:
+            self._decide(known)
+        elif self._code is not None and self._code.ran_under_mode:
+            self._end_plan_of_late_code(self._code)
+        elif self._recompilation.due:
+            self._close_plan()
+            self._recompilation.begin()
+            self._begin()
+        elif self.cycle is not None and ran_out:
+            self._plan_smaller(known, self.cycle)
 
     def pause(self) -> None:
         """Called when a validation begins."""
@@ -314,7 +316,8 @@ class AutoPlan(Uncopied):
         self._training.offloader.limit_window()
         if self.cycle is not None:
             return
-        decided = self._steps >= FIRST_STEPS
+        # Once plans were given up, units are checkpointed, which needs hooks even where all other saved tensors fit.
+        decided = self._steps >= FIRST_STEPS and not self._gave_up
         self._enable_hooks(not (decided and known.fits))
         if decided and known.limit.fits and self.outcome != "keep":
             self.outcome = "keep"
@@ -322,7 +325,7 @@ class AutoPlan(Uncopied):
             self._log(f"keeps all saved tensors on the {self._device}: a step needs at most {peak} of {most}")
 
     def _begin_checkpoints(self, known: KnownMemory, *, again: bool = False) -> None:
-        """Checkpoints units in the present micro-batch if it is one before a plan, `again` if it has run out of memory.
+        """Checkpoints units in the present micro-batch if it has no plan, `again` if it has run out of memory.
 
         No unit is hooked while all saved tensors are kept, until those of a larger batch may have no room.
         """
@@ -330,11 +333,11 @@ class AutoPlan(Uncopied):
         if checkpoints is None:
             return
         kept = self.outcome == "keep" and not known.limit.scarce
-        if kept or self.outcome == "offload" or (cycle is not None and cycle.phase in ("timing", "idle")):
+        if kept or (cycle is not None and cycle.phase in ("timing", "idle")):
             checkpoints.close()
         elif self._shape is not None:  # without shapes of batches there is no plan
             if cycle is None and checkpoints.closed:  # modules may have changed since they were called
-                checkpoints = self._checkpoints = UnplannedCheckpoints(self._training)
+                checkpoints = self._checkpoints = UnplannedCheckpoints(self._training, short=checkpoints.short)
             checkpoints.begin_micro_batch(known, again=again)
 
     def _end_backward(self) -> None:
@@ -366,6 +369,9 @@ class AutoPlan(Uncopied):
             self._obstacle = obstacle
             self._begin()
         elif self._short:
+            if checkpoints is not None:  # proofs of units need what plans need
+                checkpoints.close()
+                self._checkpoints = None
             self._offload_excess(obstacle)
 
     def _find_obstacle(self) -> str | None:
@@ -416,12 +422,12 @@ class AutoPlan(Uncopied):
         self._enable_hooks(False)
 
     def _end_plan_of_late_code(self, code: CompiledCode) -> None:
-        """Ends the plan, as compiled code that is no unit runs under it."""
+        """Ends the plan or checkpoints of units, as compiled code that is no unit runs under their modes."""
         self._obstacle = COMPILED
         code.forget(self._training.inform)
         self._training.inform(
             "offload='auto': compiled code that is no block of the model was called in a step that was recorded or "
-            f"planned. The plan ends, and saved tensors that have no room are offloaded ({BLOCKS})."
+            f"planned. From now on there is no plan, and saved tensors that have no room are offloaded ({BLOCKS})."
         )
         self._close_plan()
         self._begin()
@@ -504,22 +510,24 @@ class AutoPlan(Uncopied):
             self._training.offloader.run(policy)
 
     def _plan_smaller(self, known: KnownMemory, cycle: PlanCycle) -> None:
-        """Has steps after one that ran out of memory need less."""
-        if self._failed_profiles < MAX_FAILED_PROFILES:
-            if cycle.measuring or cycle.plan_smaller():
+        """Has steps after one that ran out of memory need less.
+
+        If there is no smaller plan, or profiles have run out of memory too often, there is no plan until model states
+        are offloaded (`restart_after_offload`).
+        """
+        if cycle.measuring:
+            if self._failed_profiles < MAX_FAILED_PROFILES:
                 return
-            self._obstacle = (
-                f"no plan needs less memory than one that has run out of it, or it would be slower than none. {SMALLER}"
-            )
-        elif cycle.measuring and cycle.checkpoint_in_place_of_profile():
-            self._training.inform(
-                "offload='auto': checkpoints all units that may be, as profiling needs more memory than there is."
-            )
+            reason = "profiling needs more memory than there is"
+        elif cycle.plan_smaller():
             return
         else:
-            self._obstacle = "profiling needs more memory than there is"
+            reason = (
+                f"no plan needs less memory than one that has run out of it, or it would be slower than none. {SMALLER}"
+            )
+        self._gave_up = True
         self._close_plan()
-        self._offload_excess(self._obstacle)
+        self._offload_excess(reason)
         offloader = self._training.offloader
         placement = OffloadExcess(tuple(offloader.tiers), known.limit)
         offloader.run(replace(offloader.policy, placement=placement, mode=None, hooks_enabled=True))
@@ -537,10 +545,13 @@ class AutoPlan(Uncopied):
         if offloader.policy.hooks_enabled != enabled:
             offloader.run(replace(offloader.policy, hooks_enabled=enabled))
 
-    def _offload_excess(self, obstacle: str) -> None:
-        """Decides that no plan is made, because of an obstacle."""
+    def _offload_excess(self, reason: str) -> None:
+        """Decides that there is no plan, for a reason."""
         self.outcome = "offload"
-        self._log(f"offloads the saved tensors that have no room, and recomputes nothing, as {obstacle}")
+        if self._checkpoints is not None and self._checkpoints.modules:
+            self._log(f"checkpoints units, and offloads other saved tensors that have no room, as {reason}")
+        else:
+            self._log(f"offloads the saved tensors that have no room, and recomputes nothing, as {reason}")
 
     def _log(self, text: str) -> None:
         if self.outcome not in self._logged:

@@ -35,15 +35,7 @@ from lightning_ssd.autoplan.plan_runner import COMPARED_STEPS, Comparison, PlanR
 from lightning_ssd.autoplan.profiled_steps import ProfiledSteps
 from lightning_ssd.autoplan.protocol import StatesOwner, Training
 from lightning_ssd.autoplan.recompilation import Recompilation
-from lightning_ssd.planning import (
-    ModelProfile,
-    Plan,
-    Prediction,
-    checkpoint_all,
-    offload_inputs,
-    render_summary,
-    simulate,
-)
+from lightning_ssd.planning import ModelProfile, Plan, Prediction, render_summary, simulate
 from lightning_ssd.profiling import (
     add_unseen_memory,
     current_placement,
@@ -204,8 +196,6 @@ class PlanCycle(ProfiledSteps):
         """Called when the present micro-batch has run out of memory: a profile that it is a part of begins anew."""
         self._recorded.discard()
         self.keeps_fitting = False
-        if self.phase == "recording" and self._had_backward:
-            self.profiler.end_recording()  # by the graph of the forward, units can be checkpointed
         if self.calibrating and self.runner is not None:
             self.runner.stop()
             self.runner.close()
@@ -269,7 +259,8 @@ class PlanCycle(ProfiledSteps):
     def _apply_calibration(self) -> None:
         """Has the timed steps run under the calibration plan, if there is one."""
         runner = self._make_runner(self._profile(0))
-        plan = self._maker.make_calibration(runner, self._freeing(runner))
+        offloading = offloading_plan(runner.profile, runner.placement, self.training.offloader)
+        plan = self._maker.make_calibration(runner, offloading)
         if plan is None:
             self.runner = None
             offload_all(self.training.offloader)
@@ -387,7 +378,7 @@ class PlanCycle(ProfiledSteps):
         self.comparison = comparison
         if self._logs_metrics:
             log_metrics(self.training, runner, comparison)
-        if first and self.planned:
+        if first:
             report_comparison(self.training, comparison)
         if not self._memory_counted and self._last == (runner, runner.plan):
             self._count_measured_memory(runner, comparison)
@@ -448,34 +439,6 @@ class PlanCycle(ProfiledSteps):
         if smaller is not None:
             self._apply(runner, smaller)
         return smaller is not None
-
-    def checkpoint_in_place_of_profile(self) -> bool:
-        """Ends the profile, as there is no memory for it, and checkpoints all units that may be from the next step on.
-
-        Units that may be are known from the last forward that was recorded, but no time is. All other saved tensors are
-        kept if that is predicted to fit and no timed step has run out of memory with them; else they are offloaded.
-
-        Returns:
-            False if no unit may be checkpointed. Then nothing was changed.
-        """
-        if not self.profiler.graph.operations:
-            return False
-        profile = self._profile(0)
-        runner = self._make_runner(profile)
-        freeing = self._freeing(runner)
-        if freeing is None:
-            self.runner = None
-            return False
-        calibration = self._maker.make_calibration(runner, freeing) if self._calibration_fits else None
-        self.phase = "idle"
-        runner.apply(calibration or freeing)
-        return True
-
-    def _freeing(self, runner: PlanRunner) -> Plan | None:
-        """Returns the plan that checkpoints all units that may be and offloads all else, also their inputs."""
-        offloading = offloading_plan(runner.profile, runner.placement, self.training.offloader)
-        checkpointing = checkpoint_all(runner.profile, offloading)
-        return None if checkpointing is None else offload_inputs(checkpointing)
 
     # ---- the size of a micro-batch ----
 

@@ -129,21 +129,23 @@ class PlanMaker:
         make = plan_for_least_memory if options.least else make_plan
         return make(runner.profile, runner.hardware, options.planner, runner.placement)
 
-    def make_calibration(self, runner: PlanRunner, freeing: Plan | None) -> Plan | None:
+    def make_calibration(self, runner: PlanRunner, offloading: Plan) -> Plan | None:
         """Returns the plan that checkpoints all units that may be and keeps all else; `None`: it does not fit.
 
-        It needs little memory, pins none for saved tensors, and keeps the device busy. Where no unit may be, as in a
-        model that checkpoints its layers itself, it is the plan that is made next if states stay where they are.
+        It needs little memory, pins none for saved tensors, and keeps the device busy. If it does not fit, all else is
+        offloaded, also inputs of units. Where no unit may be, as in a model that checkpoints its layers itself, it is
+        the plan that is made next if states stay where they are.
 
         Args:
             runner: runner with the profiles.
-            freeing: the result where that plan does not fit, and this one does.
+            offloading: the plan that offloads all saved tensors.
         """
         if self.options.plan is not None:
             return None
         model, hardware, placement = runner.profile, runner.hardware, runner.placement
         kept = default_plan(model, placement, {}, default_window(model, placement.weights))
-        for plan in (checkpoint_all(model, kept) or kept, freeing):
+        freeing = checkpoint_all(model, offloading)
+        for plan in (checkpoint_all(model, kept) or kept, freeing and offload_inputs(freeing)):
             if plan is not None and not simulate(model, hardware, plan).excess_bytes(hardware):
                 return plan
         return None

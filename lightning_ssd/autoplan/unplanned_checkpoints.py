@@ -1,4 +1,4 @@
-"""`UnplannedCheckpoints`: checkpoints units before there is a plan, if saved tensors have no room.
+"""`UnplannedCheckpoints`: checkpoints units while there is no plan, if saved tensors have no room.
 
 A plan for short memory checkpoints most units, so that offloading their saved tensors in the first steps would take
 host memory, and seconds to page-lock it, for nothing.
@@ -43,18 +43,19 @@ micro-batch whose other memory is not known. Above, its units are checkpointed, 
 
 
 class UnplannedCheckpoints(Uncopied):
-    """Checkpoints units in micro-batches before a plan. All methods are called on the training thread.
+    """Checkpoints units in micro-batches without a plan. All methods are called on the training thread.
 
     Args:
         training: the training, which can be planned as far as is known.
+        short: initial value of the attribute.
 
     Attributes:
         short: whether saved tensors are known to have no room, so that units are checkpointed from now on.
         closed: whether `close` was called, after which no unit is checkpointed.
     """
 
-    def __init__(self, training: Training) -> None:
-        self.short = self.closed = False
+    def __init__(self, training: Training, *, short: bool = False) -> None:
+        self.short, self.closed = short, False
         self._training = training
         self._lacks = False
         """Whether earlier micro-batches have shown that saved tensors of the present one have no room."""

@@ -30,6 +30,7 @@ class AutoPlanner(TrainingEvents):
       checkpointed; before, code may be compiled again once, so that it saves less.
     - `"offload"`: the device lacks room, and the training can't be planned, because other processes have a part of the
       weights, or code is compiled that is no block, for example. Saved tensors without room are offloaded.
+      If profiles or plans run out of memory instead, units are checkpointed, too.
 
     A log line names the outcome. A micro-batch that runs out of memory is run again with all saved tensors offloaded
     (`MicroBatchRetry`), and then less memory is used. That is possible for the first micro-batches under each rule or

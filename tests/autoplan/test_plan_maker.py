@@ -14,10 +14,13 @@ from lightning_ssd.planning import (
     HardwareProfile,
     ModelProfile,
     Plan,
+    checkpoint_all,
     default_plan,
     make_plan,
+    offload_inputs,
     simulate,
 )
+from lightning_ssd.profiling import offloading_plan
 from lightning_ssd.types import Tier
 from tests.support.profiles import GB, H100, make_model
 
@@ -82,14 +85,17 @@ def test_timed_steps_offload_inputs_where_keeping_them_does_not_fit() -> None:
     model = replace(model, units=tuple(replace(unit, checkpoint_bytes=0) for unit in model.units))
     fixed = FixedPlacement(("gpu",) * 8, ("gpu",) * 8)
     tiers, policy = {"host": SimpleNamespace(capacity=64 * GB)}, SimpleNamespace(window_bytes=0)
-    cycle: Any = SimpleNamespace(training=SimpleNamespace(offloader=SimpleNamespace(tiers=tiers, policy=policy)))
+    offloader: Any = SimpleNamespace(tiers=tiers, policy=policy)
     runner: Any = SimpleNamespace(profile=model, hardware=H100, placement=fixed)
-    freeing = PlanCycle._freeing(cycle, runner)
-    assert freeing is not None
+    offloading = offloading_plan(model, fixed, offloader)
+    checkpointing = checkpoint_all(model, offloading)
+    assert checkpointing is not None
+    freeing = offload_inputs(checkpointing)
     made = []
     for gpu_bytes in (64 * GB, simulate(model, H100, freeing).gpu_peak_bytes, GB):
         runner.hardware = replace(H100, gpu_bytes=gpu_bytes)
-        made.append(PlanMaker(PlanOptions(), runner.hardware, torch.device("cpu")).make_calibration(runner, freeing))
+        maker = PlanMaker(PlanOptions(), runner.hardware, torch.device("cpu"))
+        made.append(maker.make_calibration(runner, offloading))
     assert made[1:] == [freeing, None] and made[0] is not None
     assert all(unit.checkpoint for plan in made[:2] if plan is not None for unit in plan.units.values())
     assert [{unit.input for unit in plan.units.values()} for plan in (made[0], freeing)] == [{"keep"}, {"keep", "host"}]

@@ -1,4 +1,4 @@
-"""Before there is a plan, units whose saved tensors have no room are checkpointed, and the plan is the same."""
+"""While there is no plan, units whose saved tensors have no room are checkpointed, and a later plan is the same."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ SHORTER = Meter(1e6, 780_000, 760_000)
 
 
 class See(pl.Callback):
-    """Records each micro-batch before there is a plan.
+    """Records each micro-batch without a plan.
 
     Attributes:
         stored: bytes that each micro-batch has offloaded.
@@ -170,11 +170,15 @@ def fit_in_share(
     monkeypatch: pytest.MonkeyPatch,
     *,
     accumulate: int = 1,
+    fails_at: Sequence[tuple[int, int]] = (),
 ) -> LimitedMemory:
-    """Trains in a share of the memory of plain training, whose numbers are the same. Returns the memory."""
+    """Trains in a share of the memory of plain training, whose numbers are the same. Returns the memory.
+
+    `fails_at` are allocations that find no room in any case, as those of `LimitedMemory`.
+    """
     with LimitedMemory() as memory:
         plain = fit(make(), rows, path, None, "auto", memory.counting, accumulate=accumulate)
-    with LimitedMemory(share * memory.highest_ever) as limited:
+    with LimitedMemory(share * memory.highest_ever, fails_at) as limited:
         use(limited, monkeypatch)
         see.running = 0
         assert_same(plain, fit(make(), rows, path, see, None, limited.counting, accumulate=accumulate))
@@ -282,16 +286,71 @@ def test_units_are_checkpointed_in_the_second_attempt_of_a_micro_batch(
     assert see.reruns[0] == 3
 
 
+class CallsBlocksLater(TinyGPT):
+    """Its first steps have no attention and MLPs."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx > 3:
+            return super().training_step(batch, batch_idx)
+        tokens = (batch.abs() * 1000).long() % 97
+        return self.model.lm_head(self.model.transformer.wte(tokens)).square().mean()
+
+
+@pytest.mark.parametrize(("kind", "first"), [(TinyGPT, 2), (CallsBlocksLater, 0)])
 def test_a_training_that_proves_not_plannable_offloads(
-    tmp_path: Path, see: See, monkeypatch: pytest.MonkeyPatch
+    kind: Callable[..., TinyGPT], first: int, tmp_path: Path, see: See, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compiled code that is no unit is found at the end of the first step."""
-    plain = fit(model(), [2] * 8, tmp_path, None, "auto")
-    use(SHORTER, monkeypatch)
+    """Compiled code that is no unit is found at the end of the first steps."""
+    plain = fit(model(kind), [2] * 8, tmp_path, None, "auto")
+    use(SHORTER if first else Meter(1e6, 999_500, 999_000), monkeypatch)
     monkeypatch.setattr(auto_plan.CompiledCode, "ran", property(lambda _: True))
     see.running = 0
-    assert_same(plain, fit(model(), [2] * 8, tmp_path, see))
-    assert see.reruns == [2, *[0] * 7] and all(see.stored[1:])
+    assert_same(plain, fit(model(kind), [2] * 8, tmp_path, see))
+    assert see.reruns == [first, *[0] * 7] and all(see.stored[1:])
+
+
+@pytest.mark.parametrize(
+    ("share", "failing", "stored"), [(0.65, (2, 3, 4), [0]), (0.65, (4, 5, 6), [0]), (0.53, (4, 5, 6), range(1, 2**19))]
+)
+def test_saved_tensors_that_have_room_are_kept_after_profiles_that_ran_out_of_memory(
+    share: float,
+    failing: Sequence[int],
+    stored: Sequence[int],
+    tmp_path: Path,
+    see: See,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Units are checkpointed, as before. The first profile fails in the recorded micro-batch, or in a timed one.
+
+    The 512 KiB of the logits are kept also where other saved tensors have no room.
+    """
+    fails_at = [(number, 60) for number in failing]
+    make = partial(model, LargeVocabulary)
+    with caplog.at_level("INFO"):
+        fit_in_share(share, make, [16] * 12, tmp_path, see, monkeypatch, fails_at=fails_at)
+    assert see.reruns[-4:] == [3] * 4 and len(see.reruns) == 12
+    assert all(nbytes in stored for nbytes in see.stored[-4:])
+    ends = [line for line in caplog.messages if "profiling needs more memory than there is" in line]
+    assert [line.split()[1:3] for line in ends] == [["checkpoints", "units,"]]
+
+
+def test_compiled_code_ends_checkpoints_after_profiles_that_ran_out_of_memory(
+    tmp_path: Path, see: See, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Code that is no unit, and runs under a mode that records first calls of units."""
+    runs: list[bool] = []
+
+    class Compiles(LargeVocabulary):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            runs.extend([True] if batch_idx == 8 else [])
+            return super().training_step(batch, batch_idx)
+
+    monkeypatch.setattr(auto_plan.CompiledCode, "ran_under_mode", property(lambda _: bool(runs)))
+    fails_at = [(number, 60) for number in (2, 3, 4)]
+    makes = iter([LargeVocabulary, Compiles])
+    fit_in_share(0.65, lambda: model(next(makes)), [16] * 12, tmp_path, see, monkeypatch, fails_at=fails_at)
+    assert see.reruns[4:] == [*[3] * 5, *[0] * 3]
 
 
 class Noise(nn.Module):
@@ -437,6 +496,15 @@ def test_units_that_user_code_has_changed_under_a_plan_are_not_checkpointed(
     see.running = 0
     assert_same(plain, fit(make(), [4] * 8, tmp_path, see))
     assert see.reruns[3:6] == [3, 0, 0]
+
+
+def test_units_that_user_code_has_changed_are_not_checkpointed_after_profiles_that_ran_out_of_memory(
+    tmp_path: Path, see: See, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, units are checkpointed also in batches that are larger than all before."""
+    rows, fails_at = [*[8] * 6, *[12] * 3, *[8] * 3], [(number, 60) for number in (2, 3, 4)]
+    limited = fit_in_share(0.7, changing("mode", 9), rows, tmp_path, see, monkeypatch, fails_at=fails_at)
+    assert limited.failures == 3 and see.reruns[4:] == [*[3] * 5, *[0] * 3]
 
 
 def test_no_mode_and_hook_is_left_after_an_interrupt(tmp_path: Path, see: See, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import lightning.pytorch as pl
@@ -573,16 +573,21 @@ def test_a_plan_that_ran_out_of_memory_is_replaced_by_a_smaller_one(caplog: pyte
 class Layer(GradientCheckpointingLayer):
     """A layer whose author allows that it is checkpointed."""
 
+    reruns: ClassVar[list[nn.Module]] = []
+    """Layers whose forward has run in the present backward."""
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
+        if torch._C._current_graph_task_id() != -1:
+            self.reruns.append(self)
         return self.linear(x).tanh()
 
 
 class Layers(Stateful):
-    """Its units `hidden.0` to `hidden.2` may be checkpointed."""
+    """Its units `hidden.0` to `hidden.2`, each of which is called twice, may be checkpointed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -594,32 +599,41 @@ class Layers(Stateful):
         return super().block(x)
 
 
-class Checkpointed(pl.Callback):
-    """Records for each micro-batch the units that are checkpointed in its second call; `None`: there is no plan."""
+class Reruns(pl.Callback):
+    """Records each micro-batch.
+
+    Attributes:
+        seen: calls of layers that ran again in its backward.
+        planned: whether a plan was in force.
+    """
 
     def __init__(self) -> None:
-        self.seen: list[set[str] | None] = []
+        self.seen: list[int] = []
+        self.planned: list[bool] = []
 
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+    def on_train_batch_start(self, *_: Any) -> None:
+        Layer.reruns.clear()
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         cycle = next(one for one in trainer.callbacks if isinstance(one, AutoPlanner)).planner
-        plan = None if cycle is None else cycle.plan
-        self.seen.append(None if plan is None else {name for name, unit in plan.units.items() if unit.checkpoint})
+        self.seen.append(len(Layer.reruns))
+        self.planned.append(cycle is not None and cycle.plan is not None and not cycle.measuring)
 
 
-@pytest.mark.parametrize(("failures", "enough"), [((4, 5, 6), True), ((5, 6, 7, 9), False)])
-def test_a_training_whose_profiles_run_out_of_memory_checkpoints_all_units_that_may_be(
-    failures: tuple[int, ...], enough: bool, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("failures", [(4, 5, 6), (5, 6, 7, 9)])
+def test_a_training_whose_profiles_run_out_of_memory_checkpoints_units_without_a_plan(
+    failures: tuple[int, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The first profiles fail in the recorded micro-batch, or one in the checked one before."""
-    units, how = Checkpointed(), {"batches": 6, "module": Layers}
+    """The first profiles fail in the recorded micro-batch, or one in the checked one before; or a later micro-batch."""
+    reruns, how = Reruns(), {"batches": 6, "module": Layers}
     memory = LimitedMemory(fails_at=[(number, 60) for number in failures])
     with caplog.at_level("INFO"):
-        run = train_by_default(Meter(1e6, 999_990), memory, callbacks=[units], **how)
+        run = train_by_default(Meter(1e6, 999_990), memory, callbacks=[reruns], **how)
+    assert run.failures == len(failures)
     assert_equal(train("auto", **how), run)
-    resort = {f"hidden.{number}{call}" for number in range(3) for call in ("", " (2)")}
-    assert units.seen[-1] == (resort if enough else None) and resort in units.seen
+    assert reruns.seen[-3:] == [6, 6, 6] and not any(reruns.planned)
     lines = [line for line in caplog.messages if "profiling needs more memory than there is" in line]
-    assert [line.split()[1] for line in lines] == ["checkpoints"] if enough else ["checkpoints", "offloads"]
+    assert [line.split()[1] for line in lines] == ["checkpoints"]
 
 
 class Offloaded(pl.Callback):
@@ -729,17 +743,31 @@ def test_model_states_are_moved_once_a_plan_beside_them_has_run_out_of_memory(mo
     assert_equal(train("auto", batches=18), run)
 
 
+@pytest.mark.parametrize(("module", "action"), [(Stateful, "offloads"), (Layers, "checkpoints")])
 def test_a_plan_that_exceeds_the_limit_and_runs_out_of_memory_ends_if_none_needs_less(
-    caplog: pytest.LogCaptureFixture,
+    module: Any, action: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    memory = LimitedMemory(fails_at=[(number, 30) for number in range(12, 24)])
+    """Layers are checkpointed without it, too."""
+    memory, reruns = LimitedMemory(fails_at=[(number, 30) for number in range(12, 24)]), Reruns()
     with caplog.at_level("INFO"):
-        run = train_by_default(STATES_LACK_ROOM, memory, batches=18)
-    assert_equal(train("auto", batches=18), run)
+        run = train_by_default(STATES_LACK_ROOM, memory, batches=18, module=module, callbacks=[reruns])
+    assert_equal(train("auto", batches=18, module=module), run)
     peaks = [line for line in caplog.messages if "SwapPlanner: saved tensors" in line]
     ends = [line for line in caplog.messages if "no plan needs less memory than one that has run out of it" in line]
-    assert len(ends) == 1 and "Use smaller micro-batches" in ends[0]
+    assert [line.split()[1] for line in ends] == [action] and "Use smaller micro-batches" in ends[0]
+    assert reruns.planned[11] and not reruns.planned[-1] and reruns.seen[-1] == (6 if module is Layers else 0)
     assert len(peaks) == len(set(peaks)) <= 3
+
+
+def test_a_training_whose_model_states_were_offloaded_is_planned_again_after_its_profiles_ran_out_of_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reruns, offloaded = Reruns(), Offloaded()
+    failures = [*[(number, 60) for number in (4, 5, 6)], (9, 40), (9, 90)]
+    memory, how = LimitedMemory(fails_at=failures), {"batches": 18, "module": Layers}
+    run = train_by_default(Meter(1e6, 999_990), memory, states="auto", callbacks=[reruns, offloaded], **how)
+    assert run.failures == 5 and not any(reruns.planned[:9]) and reruns.planned[-1]
+    assert_equal(train("auto", **how), run)
 
 
 @pytest.mark.parametrize(("share", "moves"), [(0.7, False), (0.6, True)])
