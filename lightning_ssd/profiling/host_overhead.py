@@ -101,6 +101,8 @@ class _Probe:
         self._plan_mode = PlanMode([[self._model]], self._offloader)
 
     def close(self) -> None:
+        for calls in self._calls:
+            calls.close()
         self._plan_mode.close()
         self._offloader.close()
 
@@ -198,8 +200,13 @@ class _Calls:
         self._block = block
         self._caches = EmptyCaches()
         self._running: CheckpointedCall | None = None
-        around_call(block, self._begin, self._end)
+        self._remove_hooks = around_call(block, self._begin, self._end)
         self._proof = UnitProof(block)
+
+    def close(self) -> None:
+        """Removes the hooks, which the block and the proof's state own, and which own both."""
+        self._remove_hooks()
+        self._proof.forget()
 
     def _begin(self, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
         if self.checkpointed:

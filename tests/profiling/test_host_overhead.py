@@ -1,5 +1,6 @@
 """The host overhead of a plan: measured without side effects, and attributed to the right activity."""
 
+import gc
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -32,6 +33,15 @@ def test_the_measurement_leaves_no_threads_and_keeps_the_random_state() -> None:
     assert set(threading.enumerate()) <= threads
     assert torch.equal(torch.get_rng_state(), state)
     assert measure_host_overhead(CPU) is costs
+
+
+def test_the_measured_model_is_freed_without_garbage_collection() -> None:
+    gc.disable()
+    try:
+        measure_host_overhead(CPU)
+        assert not [one for one in gc.get_objects() if type(one).__name__ == "_Block"]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.quick_cases(1)
