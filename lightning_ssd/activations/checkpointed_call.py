@@ -32,6 +32,7 @@ from lightning_ssd.activations.decide import PLAIN
 from lightning_ssd.activations.graph import tensors_of
 from lightning_ssd.activations.rerun_state import KEEP_UNIT, ModuleState, RerunState, class_of_transformers
 from lightning_ssd.activations.unit_dispatch_mode import UnitCall, wraps
+from lightning_ssd.activations.untraced import untraced
 from lightning_ssd.activations.weights import storage_of
 from lightning_ssd.uncopied import ModuleHook, is_users_hook, takes_hooks
 
@@ -169,7 +170,7 @@ class Arguments:
     """Arguments of a forward, by which it may be run again.
 
     Attributes:
-        tensors: the tensors among them, in order, also those inside of lists, tuples and dicts.
+        tensors: the tensors among them, in order, each once, also those inside of lists, tuples and dicts.
         has_cache: whether a cache is among them, which is empty for the first call of a module alone.
     """
 
@@ -195,8 +196,11 @@ class Arguments:
         if kind in (Tensor, nn.Parameter, internals.FakeTensor) and internals.has_storage(value):
             if value.is_inference():  # torch saves the arguments, which autograd refuses then
                 raise _OtherArgumentError
-            self.tensors.append(value)
-            return _Position(len(self.tensors) - 1)
+            # A tensor that is given twice is one in the second run, too: forwards ask whether `key is query`.
+            index = next((index for index, one in enumerate(self.tensors) if one is value), len(self.tensors))
+            if index == len(self.tensors):
+                self.tensors.append(value)
+            return _Position(index)
         if kind in _VALUES or kind in (tuple, list, dict):
             return _mapped(value, self._pack)
         empty = self._caches.empty_copy(value)
@@ -304,6 +308,7 @@ class CheckpointedCall:
         assert tensor is not None
         return tensor
 
+    @untraced
     def _run_again(self) -> None:
         if self._is_interrupted:
             raise RuntimeError(
@@ -316,17 +321,22 @@ class CheckpointedCall:
             if isinstance(tensor, nn.Parameter) or not _has_storage(tensor) or calls_are_compiled(self._module):
                 raise error
         node: Any = self._saver.grad_fn
-        args, kwargs = self._arguments.unpack(node.saved_tensors)
+        tensors = node.saved_tensors
+        args, kwargs = self._arguments.unpack(tensors)
         rerun = _Rerun(self._module, self._saved, self._kinds)
         with (
-            contextlib.suppress(_AllSavedError),
             self._state.restored(),
             _weights_in_use(self._module, args),
             _not_read(changed),
+            _without_new_hooks(tensors),
             saved_tensors_hooks(rerun.pack, _same),
             torch.enable_grad(),
         ):
-            run_again(self._module, args, kwargs)
+            try:
+                run_again(self._module, args, kwargs)
+            except Exception:  # `_AllSavedError`, or another error that user code has raised in its place
+                if rerun.count < len(self._saved):
+                    raise
         if rerun.count < len(self._saved):
             raise rerun.differs()
 
@@ -360,8 +370,8 @@ _Kind = tuple[torch.dtype, torch.Size]
 
 
 def _kind_of(tensor: Tensor) -> _Kind | None:
-    """Returns the dtype and shape of a saved tensor; `None`: its class may answer for it."""
-    return (tensor.dtype, tensor.size()) if type(tensor) in PLAIN else None
+    """Returns the dtype and shape of a saved tensor; `None`: its class may answer for it, or it is nested."""
+    return (tensor.dtype, tensor.size()) if type(tensor) in PLAIN and not tensor.is_nested else None
 
 
 class _AllSavedError(Exception):
@@ -421,6 +431,22 @@ _NO_BACKWARD = -1
 def _same(tensor: Tensor) -> Tensor:
     """The unpack hook of a run in backward, whose graph is differentiated only if the forward itself does that."""
     return tensor
+
+
+@contextlib.contextmanager
+def _without_new_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Removes the hooks on gradients of `tensors` that are registered within the context.
+
+    A forward that registers them on its arguments has done so in its first run, and they would run twice.
+    """
+    before = [dict(one._backward_hooks or {}) for one in tensors]
+    try:
+        yield
+    finally:
+        for tensor, hooks in zip(tensors, before, strict=True):
+            if tensor._backward_hooks:
+                tensor._backward_hooks.clear()
+                tensor._backward_hooks.update(hooks)
 
 
 def _has_storage(tensor: Tensor) -> bool:

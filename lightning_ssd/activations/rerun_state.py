@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from enum import Enum
 from functools import partial
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -57,9 +57,13 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
     (partial(getattr, torch.backends.cudnn, "enabled"), partial(setattr, torch.backends.cudnn, "enabled")),
     (partial(getattr, torch.backends.cudnn, "deterministic"), partial(setattr, torch.backends.cudnn, "deterministic")),
+    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    (partial(torch.get_autocast_dtype, "cpu"), partial(torch.set_autocast_dtype, "cpu")),
+    (partial(torch.get_autocast_dtype, "cuda"), partial(torch.set_autocast_dtype, "cuda")),
 )
-"""Functions that return and change settings of the process by which torch chooses dtypes and kernels. Those of fp32
-products are not among them: which of torch's two sets of functions may read them depends on the user's calls."""
+"""Functions that return and change settings by which torch chooses dtypes and kernels; contexts of autocast inside of a
+forward take over those of autocast. Those of fp32 products are not among them: which of torch's two sets of functions
+may read them depends on the user's calls."""
 
 
 GeneratorState = tuple[torch.Generator, Tensor]
@@ -192,9 +196,10 @@ class RerunState:
         self._state = state
         self._settings = _read_settings()
         self._generators = _generators_of(tensors)
-        self._autocast, self._casts_are_cached = autocast_dtypes(), torch.is_autocast_cache_enabled()
+        self._autocast = autocast_dtypes()
         with internals.without_torch_function():  # offloaded weights would answer for their versions
             self._versions = list(map(internals.version_of, state.tensors))
+            self._requires_grad = list(map(_requires_grad, state.tensors))
 
     def changed(self) -> list[tuple[Tensor, RuntimeError]]:
         """Returns the parameters, buffers and other tensors of the module that were changed in place since.
@@ -225,11 +230,36 @@ class RerunState:
             _change_settings(self._settings)
             if present is not self._state:
                 self._state.restore()
-            with restored_generators(self._generators), autocast_of(self._autocast, cached=self._casts_are_cached):
+            with (
+                restored_generators(self._generators),
+                autocast_of(self._autocast, cached=torch.is_autocast_cache_enabled()),
+                self._restored_requires_grad(),
+            ):
                 yield
         finally:  # also if the user interrupts it
             _change_settings(settings)
             present.restore()
+
+    @contextlib.contextmanager
+    def _restored_requires_grad(self) -> Iterator[None]:
+        """Freezes the parameters within the context that were frozen then: autograd saves other tensors for them.
+
+        User code may freeze a discriminator for one forward, and train it again before the backward.
+        """
+        with internals.without_torch_function():
+            before = zip(self._state.tensors, self._requires_grad, strict=True)
+            changed = [(one, then) for one, then in before if one.requires_grad != then and one.is_leaf]
+            for tensor, then in changed:
+                tensor.requires_grad_(then)
+        try:
+            yield
+        finally:
+            with internals.without_torch_function():
+                for tensor, then in changed:
+                    tensor.requires_grad_(not then)
+
+
+_requires_grad = attrgetter("requires_grad")
 
 
 def _read_settings() -> list[Any]:

@@ -970,6 +970,24 @@ def test_the_second_run_has_the_settings_of_the_first(offloader: ActivationOfflo
     assert torch.get_default_dtype() == torch.float32 and torch.backends.cuda.flash_sdp_enabled()
 
 
+def test_a_second_run_has_the_dtype_that_autocast_takes_over(offloader: ActivationOffloader) -> None:
+    """A context inside of the layer takes the dtype of the one around it, be that disabled."""
+    model = Layers()
+
+    def inside(value: Tensor) -> Tensor:
+        with torch.autocast("cpu"):
+            return (value @ value.T @ value).float()
+
+    def call(value: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.float16, enabled=False):
+            result: Tensor = model.middle(value)
+        return result
+
+    model.middle.inside, model.call = inside, call
+    assert_runs_again(offloader, model)
+    assert torch.get_autocast_dtype("cpu") == torch.bfloat16
+
+
 class OwnCache(DynamicCache):
     """A cache that refers to itself."""
 
@@ -1139,6 +1157,74 @@ def with_a_container_that_the_forward_fills(model: Layers) -> None:
     model.middle.inside, model.call = inside, call
 
 
+def with_a_hook_on_an_argument(model: Layers) -> None:
+    """The second run does not add it to the argument again, whose gradient it changes."""
+
+    def inside(hidden: Tensor) -> Tensor:
+        factor = model.middle.seen.keywords[-1]["factor"]
+        factor.register_hook(lambda gradient: gradient * 2)
+        return hidden * factor.mean()
+
+    model.middle.inside = inside
+    model.call = lambda value: model.middle(value, factor=value.exp())
+
+
+def with_an_argument_that_depends_on_another_one(model: Layers) -> None:
+    """The forward differentiates one by the other."""
+
+    def inside(hidden: Tensor) -> Tensor:
+        given = model.middle.seen.keywords[-1]
+        (force,) = torch.autograd.grad(given["energy"], given["position"], create_graph=True)
+        return hidden * force.mean()
+
+    def call(value: Tensor) -> Tensor:
+        position = value.exp()
+        result: Tensor = model.middle(value, position=position, energy=position.sin().sum())
+        return result
+
+    model.middle.inside, model.call = inside, call
+
+
+def with_an_argument_that_is_given_twice(model: Layers) -> None:
+    """As to `nn.MultiheadAttention`, which asks whether its key is its query."""
+
+    def inside(hidden: Tensor) -> Tensor:
+        given = model.middle.seen.keywords[-1]
+        return hidden.sin() * hidden.exp() if given["key"] is given["query"] else hidden.cos()
+
+    def call(value: Tensor) -> Tensor:
+        query = value.exp()
+        result: Tensor = model.middle(value, query=query, key=query)
+        return result
+
+    model.middle.inside, model.call = inside, call
+
+
+def with_an_error_of_its_own(model: Layers) -> None:
+    """The error that ends the second run is replaced by another one."""
+    forward = Layer.forward
+
+    class Explained(Layer):
+        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+            try:
+                return forward(self, *args, **kwargs).exp()
+            except Exception as error:
+                raise ValueError("an explanation") from error
+
+    model.middle.__class__ = Explained
+
+
+def with_a_nested_tensor(model: Layers) -> None:
+    """It has no size."""
+
+    def inside(hidden: Tensor) -> Tensor:
+        nested = torch.nested.as_nested_tensor([hidden[:1], hidden[1:]]) * 2
+        return torch.nested.to_padded_tensor(nested, 0.0).sin().flatten(0, 1)[:4]
+
+    model.middle.inside = inside
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(
     "prepare",
     [
@@ -1146,12 +1232,45 @@ def with_a_container_that_the_forward_fills(model: Layers) -> None:
         with_a_cache_that_has_a_tensor,
         with_an_argument_that_was_changed_before,
         with_a_container_that_the_forward_fills,
+        with_a_hook_on_an_argument,
+        with_an_argument_that_depends_on_another_one,
+        with_an_argument_that_is_given_twice,
+        with_an_error_of_its_own,
+        with_a_nested_tensor,
     ],
 )
 def test_layers_that_may_run_again(offloader: ActivationOffloader, prepare: Callable[[Layers], None]) -> None:
     model = Layers()
     prepare(model)
     assert_runs_again(offloader, model)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_layer_that_is_frozen_for_the_forward_alone(offloader: ActivationOffloader, frozen: bool) -> None:
+    """Or for the backward alone: autograd saves other tensors for a frozen layer."""
+    model = Layers()
+
+    def gradients(loss: Tensor) -> list[Tensor]:
+        model.middle.requires_grad_(frozen)
+        found = torch.autograd.grad(loss, list(model.layers[0].parameters()))
+        assert all(one.requires_grad is frozen for one in model.middle.parameters())
+        model.middle.requires_grad_(not frozen)
+        return list(found)
+
+    model.middle.requires_grad_(not frozen)
+    model.gradients = gradients  # type: ignore[method-assign]
+    assert_runs_again(offloader, model)
+
+
+def test_a_backward_in_compiled_code(offloader: ActivationOffloader) -> None:
+    """The second run is not compiled, as the first one was not: compiled code saves other tensors."""
+    model = Layers()
+    expected = model.run()
+    checkpointed = Checkpointed(offloader, model)
+    loss = checkpointed.forward()
+    torch.compile(loss.backward.__func__, backend="aot_eager")(loss)  # type: ignore[attr-defined]
+    checkpointed.end()
+    assert_same([loss.detach(), *(one.grad for one in model.parameters())], expected)
 
 
 def with_another_function(model: Layers) -> None:
