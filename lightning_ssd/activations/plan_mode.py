@@ -259,7 +259,7 @@ class PlanMode(UnitDispatchMode):
         if proof is None or self._paused_by is not None:
             self._caches.copy_if_empty(args, kwargs)
             return
-        state = proof.state()
+        state = proof.state() if module.training else None
         arguments = rerun_arguments(unit_call, module, args, kwargs, self._caches, state)
         if arguments is None:
             return

@@ -178,7 +178,7 @@ class UnplannedCheckpoints(Uncopied):
             return  # a recorded or checked micro-batch, or a call on another thread, or in one of a unit or the user
         kind = self._kinds[module]
         call = UnitCall(index, self._calls[module])
-        state = self._proofs[module].state()
+        state = self._proofs[module].state() if module.training else None
         arguments = rerun_arguments(call, module, args, kwargs, self._caches, state)
         self._calls[module] += 1
         if arguments is None or state is None:
