@@ -8,9 +8,9 @@ user's model.
 
 Note:
     `torch.utils.checkpoint` does the same for any function, with a weak dictionary for each run and contexts that take
-    as long as small operators. On a processor, a forward and backward of 12 checkpointed layers of a small GPT takes
-    41 % more time with it than without checkpointing, and 23 % more with this module (the last lines of
-    `python -m benchmarks.hook_overhead --device cpu --rounds 12`; 2-core virtual machine).
+    as long as small operators. On a processor, a forward and backward of 12 checkpointed layers of a small GPT takes 41
+    to 45 % more time with it than without checkpointing, and 23 to 30 % more with this module (three runs, the last
+    lines of `python -m benchmarks.hook_overhead --device cpu --rounds 12`; 2-core virtual machine).
 """
 
 import contextlib
