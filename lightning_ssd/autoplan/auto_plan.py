@@ -56,6 +56,10 @@ MAX_FAILED_PROFILES = 3
 """Profiles that ran out of memory, after which the training continues without a plan. One more is tried each time that
 all model states were offloaded."""
 
+MAX_FAILED_CHECKPOINTS = 3
+"""Micro-batches with units checkpointed in place of a plan that ran out of memory, after which none is checkpointed:
+there may be no room for all saved tensors of a unit, which are on the device when it runs again."""
+
 PROVEN = 16
 """Micro-batches in a row without an OutOfMemoryError, after which none is expected under the same rule."""
 
@@ -100,11 +104,11 @@ class AutoPlan(Uncopied):
         """Begins to decide for the steps with the present offloader."""
         self.outcome = "measuring"
         self.cycle = None
-        if self._checkpoints is not None:
-            self._checkpoints.close()
-        self._checkpoints = None
+        self._end_checkpoints()
         self._gave_up = False
         """Whether profiles or plans have run out of memory, so that there is none any more."""
+        self._failed_checkpoints = 0
+        """Micro-batches that have run out of memory since, while units were checkpointed."""
         self._known: KnownMemory | None = None
         """Compares micro-batches with measured ones; `None`: nothing is decided."""
         self._shape: BatchShape | None = None
@@ -316,8 +320,8 @@ class AutoPlan(Uncopied):
         self._training.offloader.limit_window()
         if self.cycle is not None:
             return
-        # Once plans were given up, units are checkpointed, which needs hooks even where all other saved tensors fit.
-        decided = self._steps >= FIRST_STEPS and not self._gave_up
+        # Units that are checkpointed in place of a plan need hooks even where all other saved tensors fit.
+        decided = self._steps >= FIRST_STEPS and not (self._gave_up and self._checkpoints is not None)
         self._enable_hooks(not (decided and known.fits))
         if decided and known.limit.fits and self.outcome != "keep":
             self.outcome = "keep"
@@ -337,8 +341,14 @@ class AutoPlan(Uncopied):
             checkpoints.close()
         elif self._shape is not None:  # without shapes of batches there is no plan
             if cycle is None and checkpoints.closed:  # modules may have changed since they were called
-                checkpoints = self._checkpoints = UnplannedCheckpoints(self._training, short=checkpoints.short)
+                checkpoints = self._checkpoints = UnplannedCheckpoints(self._training, short=self._gave_up)
             checkpoints.begin_micro_batch(known, again=again)
+
+    def _end_checkpoints(self) -> None:
+        """Checkpoints no unit from now on."""
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+            self._checkpoints = None
 
     def _end_backward(self) -> None:
         """Passes the peak of a micro-batch without hooks to the limit, because the offloader did not follow it."""
@@ -369,9 +379,8 @@ class AutoPlan(Uncopied):
             self._obstacle = obstacle
             self._begin()
         elif self._short:
-            if checkpoints is not None:  # proofs of units need what plans need
-                checkpoints.close()
-                self._checkpoints = None
+            if self._obstacle is not None:  # an obstacle of all batches. Proofs of units need what plans need
+                self._end_checkpoints()
             self._offload_excess(obstacle)
 
     def _find_obstacle(self) -> str | None:
@@ -471,12 +480,18 @@ class AutoPlan(Uncopied):
         else:
             policy = replace(policy, placement=OffloadAll(tuple(offloader.tiers)))
         offloader.run(policy)
-        if self.cycle is None:
+        if self.cycle is None and not self._gave_up:
             self._begin_checkpoints(known, again=True)
         elif self._checkpoints is not None:  # a unit that runs again has all its saved tensors on the device
             self._checkpoints.end_forward()
         if self._checkpoints is not None:
             self._checkpoints.short = True
+            self._failed_checkpoints += self._gave_up
+            if self._failed_checkpoints == MAX_FAILED_CHECKPOINTS:
+                self._end_checkpoints()
+                self._training.inform(
+                    "offload='auto': checkpoints no unit from now on, as memory has run out with checkpointed units."
+                )
 
     def restart_after_offload(self, part: str) -> None:
         """Prepares the third attempt of a micro-batch, for which all model states were offloaded.
@@ -527,6 +542,8 @@ class AutoPlan(Uncopied):
             )
         self._gave_up = True
         self._close_plan()
+        if self._checkpoints is not None and not self._checkpoints.modules:
+            self._end_checkpoints()
         self._offload_excess(reason)
         offloader = self._training.offloader
         placement = OffloadExcess(tuple(offloader.tiers), known.limit)

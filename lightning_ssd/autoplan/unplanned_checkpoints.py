@@ -120,6 +120,9 @@ class UnplannedCheckpoints(Uncopied):
         if not self._is_hooked:
             self._is_hooked = True
             self._hook_units()
+        elif self._may_run_again.keys() == set(self._kinds.values()):
+            # Not in the forward: a second attempt of the micro-batch begins with the hooks of the first one.
+            self._end_trace()
         self._limit = limit = known.limit
         self._level, self._saved_before = limit.meter.allocated(), self._saved()
         self._left = Counter(self._kinds.values())
@@ -238,8 +241,6 @@ class UnplannedCheckpoints(Uncopied):
         if index is not None and trace is not None:
             buffers = self._training.module.buffers()
             self._may_run_again[kind] = trace.may_run_again(UnitCall(index, 0), buffers)
-            if self._may_run_again.keys() == set(self._kinds.values()):
-                self._end_trace()
 
     def _end_recording(self) -> None:
         if self._recorded is not None and self._trace is not None:

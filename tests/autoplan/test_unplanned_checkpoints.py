@@ -335,6 +335,33 @@ def test_saved_tensors_that_have_room_are_kept_after_profiles_that_ran_out_of_me
     assert [line.split()[1:3] for line in ends] == [["checkpoints", "units,"]]
 
 
+@pytest.mark.parametrize("rows", [[8] * 14, [*[4] * 4, *[10] * 10]])
+def test_units_that_have_no_room_to_run_again_are_not_checkpointed_after_profiles_that_ran_out_of_memory(
+    rows: Sequence[int], tmp_path: Path, see: See, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A micro-batch that runs out of memory offloads all in its second attempt, and after three of them, all do."""
+    fails_at = [(number, 60) for number in (4, 5, 6)]
+    limited = fit_in_share(0.44, model, rows, tmp_path, see, monkeypatch, fails_at=fails_at)
+    assert limited.failures <= 7 and see.reruns[-4:] == [0] * 4
+
+
+@pytest.mark.parametrize("failing", [(1,), (4, 5, 6, 7)])
+def test_no_hook_of_a_first_attempt_is_left(
+    failing: Sequence[int], tmp_path: Path, see: See, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First calls of units are recorded in the first micro-batch, and in the one after the last profile."""
+    fails_at = [*[(number, 60) for number in failing[:-1]], (failing[-1], 120)]
+    made: list[TinyGPT] = []
+
+    def make() -> TinyGPT:
+        made.append(model(LargeVocabulary))
+        return made[-1]
+
+    limited = fit_in_share(0.65, make, [16] * 8, tmp_path, see, monkeypatch, fails_at=fails_at)
+    assert limited.failures == len(failing)
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in made[1].modules())
+
+
 def test_compiled_code_ends_checkpoints_after_profiles_that_ran_out_of_memory(
     tmp_path: Path, see: See, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -351,6 +378,41 @@ def test_compiled_code_ends_checkpoints_after_profiles_that_ran_out_of_memory(
     makes = iter([LargeVocabulary, Compiles])
     fit_in_share(0.65, lambda: model(next(makes)), [16] * 12, tmp_path, see, monkeypatch, fails_at=fails_at)
     assert see.reruns[4:] == [*[3] * 5, *[0] * 3]
+
+
+def test_units_are_checkpointed_in_a_larger_batch_alone_after_all_saved_tensors_were_kept(
+    tmp_path: Path, see: See, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own memory shows that all of its saved tensors have room, and it offloads none."""
+
+    class Frozen(TinyGPT):
+        def __init__(self, checkpointing: Any) -> None:
+            super().__init__(checkpointing)
+            self.model.transformer.h[0].requires_grad_(False)
+
+    rows = [2, 6, 6, 2, 2, 8, 2, 2, 6, 2, 6, 12, 12, 2, 10, 2, 4, 6, 12, 4]
+    limited = fit_in_share(0.7, partial(model, Frozen), rows, tmp_path, see, monkeypatch, accumulate=3)
+    assert not limited.failures and not any(see.stored)
+
+
+class BatchesWithoutTensors(LargeVocabulary):
+    """Its first batches have none, which the step makes from lists."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch.tolist() if self.global_step < 3 else batch
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(torch.as_tensor(batch), batch_idx)
+
+
+def test_units_are_checkpointed_once_batches_have_tensors(
+    tmp_path: Path, see: See, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And so they are after profiles that ran out of memory."""
+    fails_at = [(number, 60) for number in (6, 7, 8)]
+    make = partial(model, BatchesWithoutTensors)
+    fit_in_share(0.65, make, [16] * 14, tmp_path, see, monkeypatch, fails_at=fails_at)
+    assert see.reruns[:3] == [0] * 3 and see.reruns[-4:] == [3] * 4
 
 
 class Noise(nn.Module):

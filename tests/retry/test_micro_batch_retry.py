@@ -636,6 +636,29 @@ def test_a_training_whose_profiles_run_out_of_memory_checkpoints_units_without_a
     assert [line.split()[1] for line in lines] == ["checkpoints"]
 
 
+class Frees(pl.Callback):
+    """Other processes free memory after the tenth micro-batch. Records whether saved tensors have hooks in each."""
+
+    def __init__(self, memory: LimitedMemory) -> None:
+        self._memory = memory
+        self.hooked: list[bool] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.hooked.append(trainer.strategy.offloader.policy.hooks_enabled)
+        if len(self.hooked) == 10:
+            self._memory.most = 1e9
+
+
+def test_hooks_are_disabled_once_all_has_room_after_profiles_that_ran_out_of_memory() -> None:
+    """No unit of the model may be checkpointed."""
+    how: dict[str, Any] = {"rows": [64] * 10}
+    memory = LimitedMemory(1.1 * least_memory(**how), [(number, 35) for number in (3, 4, 5, 6)])
+    frees = Frees(memory)
+    run = train_by_default(memory, memory, callbacks=[frees], **how)
+    assert run.failures >= 3 and all(frees.hooked[:10]) and not any(frees.hooked[-3:])
+    assert_equal(train("auto", **how), run)
+
+
 class Offloaded(pl.Callback):
     """Records after each micro-batch whether model states are offloaded."""
 
@@ -748,7 +771,7 @@ def test_a_plan_that_exceeds_the_limit_and_runs_out_of_memory_ends_if_none_needs
     module: Any, action: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Layers are checkpointed without it, too."""
-    memory, reruns = LimitedMemory(fails_at=[(number, 30) for number in range(12, 24)]), Reruns()
+    memory, reruns = LimitedMemory(fails_at=[(number, 30) for number in range(12, 15)]), Reruns()
     with caplog.at_level("INFO"):
         run = train_by_default(STATES_LACK_ROOM, memory, batches=18, module=module, callbacks=[reruns])
     assert_equal(train("auto", batches=18, module=module), run)
