@@ -357,7 +357,7 @@ class AutoPlan(Uncopied):
 
     def _decide(self, known: KnownMemory) -> None:
         """Plans the training if saved tensors have no room, or if model states may be moved."""
-        movable = self._states_are_movable()
+        movable = _states_are_movable(self._training)
         pattern = self._training.offloader.last_pattern
         unsaved = known.limit.unsaved_bytes
         first_lacks_room = (
@@ -551,11 +551,6 @@ class AutoPlan(Uncopied):
 
     # ---- helpers ----
 
-    def _states_are_movable(self) -> bool:
-        """Returns whether model states are offloaded, and may be moved to other tiers."""
-        owner = self._training.owner
-        return owner is not None and self._training.states is not None and owner.can_move_states()
-
     def _enable_hooks(self, enabled: bool) -> None:
         states, offloader = self._training.states, self._training.offloader
         enabled |= states is not None and bool(states.stores)  # offloaded weights need hooks
@@ -574,3 +569,9 @@ class AutoPlan(Uncopied):
         if self.outcome not in self._logged:
             self._logged.add(self.outcome)
             self._training.inform(f"offload='auto': {text}.")
+
+
+def _states_are_movable(training: Training) -> bool:
+    """Returns whether model states are offloaded, and may be moved to other tiers."""
+    owner = training.owner
+    return owner is not None and training.states is not None and owner.can_move_states()
