@@ -100,10 +100,10 @@ def main() -> None:
                 f"| {name} | {stored / 2**20:.1f} MiB | {middle / len(counted):.1f} ({low / len(counted):.1f} to "
                 f"{high / len(counted):.1f}) |"
             )
-    print_modes(model, ids, arguments.rounds)
+    print_modes(model, ids, step, arguments.rounds)
 
 
-def print_modes(model: Any, ids: Tensor, rounds: int) -> None:
+def print_modes(model: Any, ids: Tensor, plain: Callable[[], None], rounds: int) -> None:
     """Prints the CPU time of the training thread in a forward whose blocks are intercepted by a mode, or are not."""
     units = [[block] for block in model.transformer.h]
     with tempfile.TemporaryDirectory() as directory:
@@ -126,33 +126,23 @@ def print_modes(model: Any, ids: Tensor, rounds: int) -> None:
         recorder.finish()
         recorder.close()
         saved = recorder.graph.saved(LARGE)
-        for plain_calls in (False, True):
+        kept = {item.buffer: "keep" for item in saved}
+        checkpointed = dict.fromkeys(recorder.graph.checkpoint_bytes(), "keep")
+
+        def apply(**options: Any) -> PlanMode:
+            """Applies a plan that keeps all saved tensors, and returns its mode."""
             mode = PlanMode(units, offloader)
-            mode.schedule = make_schedule(
-                recorder.graph,
-                saved,
-                {item.buffer: "keep" for item in saved},
-                plain_calls=plain_calls,
-                save_weights=True,
-            )
+            mode.schedule = make_schedule(recorder.graph, saved, kept, save_weights=True, **options)
             offloader.run(replace(offloader.policy, mode=mode, on_saved=None))
+            return mode
+
+        for plain_calls in (False, True):
+            mode = apply(plain_calls=plain_calls)
             low, middle, high = (1e3 * value for value in statistics.quantiles([step() for _ in range(rounds)], n=4))
             intercepted = len(units) - len(mode.schedule.plain_calls)
             print(f"{intercepted} blocks in a mode: {middle:.2f} ms ({low:.2f} to {high:.2f}) a forward")
             mode.close()
-        mode = PlanMode(units, offloader)
-        mode.schedule = make_schedule(
-            recorder.graph,
-            saved,
-            {item.buffer: "keep" for item in saved},
-            plain_calls=True,
-            checkpointed=dict.fromkeys(recorder.graph.checkpoint_bytes(), "keep"),
-        )
-        offloader.run(replace(offloader.policy, mode=mode))
-
-        def plain() -> None:
-            model(input_ids=ids, labels=ids).loss.backward()
-
+        mode = apply(plain_calls=True, checkpointed=checkpointed)
         print_checkpointing(model, plain, step, rounds)
         mode.close()
         offloader.close()

@@ -40,8 +40,8 @@ OFFLOADED_LAUNCH = 1.2
 """Host time to launch a unit whose weights are offloaded / host time if they are on the GPU: hooks fetch weights and
 offload gradients, and operators are given the weights by Python.
 
-On H200s, GPT-2 XL in 24 GiB with two thirds of its states on the GPU took 0.401 s a step, where 0.461 s are predicted
-with equal launches, and 0.407 s with these.
+On an H200, GPT-2 XL in 24 GiB with two thirds of its states on the GPU took 0.401 s a step. From the profile of that
+training, 0.461 s are predicted with equal launches, and 0.407 s with these.
 """
 
 
