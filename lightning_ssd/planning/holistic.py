@@ -254,7 +254,7 @@ class _Search:
         if self.fastest.score[0]:  # one transfer at a time needs the least memory
             self._keep_most_units(replace(self.fastest.plan, window_bytes=0))
         most = self._count_resident(self._gpu_left + self.hardware.gpu_bytes - self._gpu_bytes)
-        counts = sorted({round(share * most) for share in RESIDENT_SHARES})
+        counts = sorted({*(round(share * most) for share in RESIDENT_SHARES), self._most_beside_checkpoints()})
         for clip, resident in product(("deferred", "speculative") if self.clip is None else (self.clip,), counts):
             self._keep_most_units(self._with_resident(self.fastest.plan.clipped(clip), resident))
         step = max(1, len(self.parts) // 8) if self.fixed is None else 1
@@ -272,6 +272,17 @@ class _Search:
                 self._keep_most_units(self._with_resident(base, resident))
             if self.fastest.score >= (fastest.score[0], fastest.score[1] / CLOSE_ENOUGH):
                 step = 1 if 1 < step < 3 else step // 3
+
+    def _most_beside_checkpoints(self) -> int:
+        """Returns the number of first parts that have room on the GPU if all units are checkpointed that may be."""
+        freeing = checkpoint_all(self.model, keep_all(self.fastest.plan))
+        if freeing is None or self.fixed is not None:
+            return 0
+        return bisect_left(
+            range(1, len(self.parts) + 1),
+            True,
+            key=lambda count: not self._has_room(self._with_resident(freeing, count)),
+        )
 
     def _with_resident(self, plan: Plan, resident: int) -> Plan:
         """Returns a plan with that number of first parts on the GPU, and the others as the best point places them."""
@@ -545,8 +556,8 @@ def _exceeds_no_more(one: Prediction, other: Prediction, hardware: HardwareProfi
 
 
 def _score(prediction: Prediction, hardware: HardwareProfile) -> tuple[float, float]:
-    """Returns the score to minimize: excess bytes, then step seconds."""
-    return float(prediction.excess_bytes(hardware)), prediction.step_seconds
+    """Returns the score to minimize: excess bytes, then the seconds by which plans are compared."""
+    return float(prediction.excess_bytes(hardware)), prediction.cost_seconds
 
 
 def _wear(prediction: Prediction) -> tuple[int, float]:

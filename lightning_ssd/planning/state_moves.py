@@ -10,15 +10,16 @@ MIN_MOVE_GAIN = 0.02
 stayed in host memory in 20 GiB (H200), for 0.690 s a step in place of 0.492 s on another host: if the CPU is measured
 while other programs are idle, a move seems to save less than it does later."""
 
-MIN_LEAVE_GAIN = 1 / 3
+MIN_LEAVE_GAIN = 1 / 4
 """The same if all states are on the GPU now. It is larger, because times of states in host memory are predicted from a
 profile without any: a step predicted at 0.158 s took 0.222 s (BERT with 0.94B parameters, H100), and staying was
-predicted at 0.171 s. With a quarter, a BERT-large that checkpoints its layers itself would leave 20 GiB for a step
-predicted at 0.226 s, in place of one at 0.302 s, of which 0.09 s are those of `remap_seconds`."""
+predicted at 0.171 s. A BERT-large that checkpoints its layers itself should not leave 20 GiB for a step predicted at
+0.226 s, in place of one at 0.302 s, of which 0.09 s are those of `remap_seconds`. Steps of offloaded states count as
+longer besides (`OFFLOADED_COST`)."""
 
 
 def most_seconds_elsewhere(hardware: HardwareProfile, present: Prediction, *, resident: bool) -> float:
-    """Returns the longest step that another placement of model states may have to be worth a move.
+    """Returns the most `Prediction.cost_seconds` that another placement of model states may have to be worth a move.
 
     Args:
         hardware: the machine.
@@ -27,7 +28,7 @@ def most_seconds_elsewhere(hardware: HardwareProfile, present: Prediction, *, re
     """
     if present.excess_bytes(hardware):
         return inf
-    return (1 - (MIN_LEAVE_GAIN if resident else MIN_MOVE_GAIN)) * present.step_seconds
+    return (1 - (MIN_LEAVE_GAIN if resident else MIN_MOVE_GAIN)) * present.cost_seconds
 
 
 def is_better_elsewhere(
@@ -44,4 +45,4 @@ def is_better_elsewhere(
     """
     if excess := elsewhere.excess_bytes(hardware):
         return resident and excess < present.excess_bytes(hardware)
-    return elsewhere.step_seconds <= most_seconds_elsewhere(hardware, present, resident=resident)
+    return elsewhere.cost_seconds <= most_seconds_elsewhere(hardware, present, resident=resident)

@@ -61,14 +61,12 @@ def test_states_are_not_moved_to_a_device_without_room_for_saved_tensors(
     assert elsewhere is (found[0] if moved else None)
 
 
-@pytest.mark.parametrize(
-    ("cpu_step_rate", "frees_more", "moved"),
-    [(1e9, True, True), (3e9, True, True), (6e9, False, True), (1e11, False, False)],
-)
-def test_states_move_in_place_of_saved_tensors_if_that_saves_time(
-    cpu_step_rate: float, frees_more: bool, moved: bool
+@pytest.mark.parametrize(("cpu_step_rate", "frees_more"), [(1e9, True), (3e9, True), (6e9, False), (1e11, False)])
+def test_states_move_in_place_of_saved_tensors_if_that_saves_time_or_host_memory(
+    cpu_step_rate: float, frees_more: bool
 ) -> None:
-    """The search finds a plan that checkpoints more units, and saves 78 % of a step or 42 %; or one that saves 8 %."""
+    """The search finds a plan that checkpoints more units, and saves 78 % of a step or 42 %; one that saves 7 %; or one
+    that saves 1 %, and has a fifth of the states on the GPU."""
     model = make_model(24, saved=GB, inputs=GB // 10, parameters=GB // 20, forward=0.003)
     machine = replace(H100, gpu_bytes=32 * GB, cpu_step_rate=cpu_step_rate)
     fixed = FixedPlacement(("host",) * 24, ("host",) * 24)
@@ -76,7 +74,7 @@ def test_states_move_in_place_of_saved_tensors_if_that_saves_time(
     runner: Any = SimpleNamespace(profile=model, hardware=machine, placement=fixed)
     elsewhere = PlanMaker(PlanOptions(), machine, torch.device("cpu")).make_elsewhere(runner, present)
     assert (best.num_freeing > present.num_freeing) is frees_more
-    assert elsewhere == (best if moved else None)
+    assert elsewhere == best
 
 
 def test_timed_steps_offload_inputs_where_keeping_them_does_not_fit() -> None:

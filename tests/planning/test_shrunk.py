@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_ssd.planning import HardwareProfile, ModelProfile, make_plan, shrink_plan, simulate
+from lightning_ssd.planning import FixedPlacement, HardwareProfile, ModelProfile, make_plan, shrink_plan, simulate
 from lightning_ssd.planning.whole_units import keep_all
 from tests.support.profiles import GB, H100, machines, make_model, models
 
@@ -34,7 +34,7 @@ def test_smaller_micro_batches_have_fewer_units_that_free_memory() -> None:
     """Four of eight units have room."""
     model = make_model(8, saved=10 * GB, inputs=0)
     machine = replace(H100, gpu_bytes=40 * GB + GB // 10)
-    plan = make_plan(model, machine)
+    plan = make_plan(model, machine, fixed=FixedPlacement(("host",) * 8, ("host",) * 8))
     counts = []
     for size in (0.4, 0.6, 0.8, 0.95):
         shrunk = shrink_plan(model, machine, plan, size)
