@@ -295,5 +295,7 @@ def _on_device(norms: Sequence[Tensor | None], device: torch.device) -> list[Ten
 
 def _grouped(dtypes: Sequence[torch.dtype], device: torch.device) -> list[int]:
     """Returns the order in which torch combines the norms of gradients with these dtypes: dtype by dtype."""
+    if len(set(dtypes)) == 1:  # most trainings: a tensor for each gradient would take 3 us
+        return list(range(len(dtypes)))
     gradients: list[Tensor | None] = [torch.empty(0, dtype=dtype, device=device) for dtype in dtypes]
     return internals.dtype_order(gradients)
