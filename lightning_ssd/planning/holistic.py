@@ -120,7 +120,8 @@ def plan_holistic(
 ) -> Plan:
     """Returns the fastest plan, by simulation, among those that fit, or, if none does, among those of least excess.
 
-    Plans are simulated with `CAUTION` and `LAUNCH_CAUTION`, so that they are fast on a busy host and a quick one, too.
+    Steps of offloaded states count as longer (`Prediction.cost_seconds`). Plans are simulated with `CAUTION` and
+    `LAUNCH_CAUTION`, so that they are fast on a busy host and a quick one, too.
 
     The papers' plans are simulated first, except Teraio's: its search takes the longest, and ends early if faster plans
     are known. Further plans fill the memory that the plan of least memory leaves unused: the GPU with parts of units
@@ -167,7 +168,7 @@ class _Considered:
     """A simulated plan.
 
     Attributes:
-        score: excess bytes and step seconds, to be minimized in this order.
+        score: excess bytes and `Prediction.cost_seconds`, to be minimized in this order.
         wear: bytes written to SSDs, and seconds of copies and compute, to be minimized among plans of equal score.
         plan: the plan.
         prediction: its prediction.
@@ -275,8 +276,8 @@ class _Search:
 
     def _most_beside_checkpoints(self) -> int:
         """Returns the number of first parts that have room on the GPU if all units are checkpointed that may be."""
-        freeing = checkpoint_all(self.model, keep_all(self.fastest.plan))
-        if freeing is None or self.fixed is not None:
+        freeing = None if self.fixed is not None else checkpoint_all(self.model, keep_all(self.fastest.plan))
+        if freeing is None:
             return 0
         return bisect_left(
             range(1, len(self.parts) + 1),
@@ -361,7 +362,8 @@ class _Search:
             self._tried.add(point)
             self._simulations += 1
             prediction = self._consider_with_room(self.plan(point))
-            score = _score(prediction, self.hardware)
+            # By the step itself: the way to points with all parts on the GPU leads over points with some of them.
+            score = float(prediction.excess_bytes(self.hardware)), prediction.step_seconds
             gpu = self._gpu_bytes - prediction.gpu_peak_bytes
             host = self.hardware.host_bytes - prediction.host_peak_bytes
             if self._best_point is None or score < self._best_point[0]:

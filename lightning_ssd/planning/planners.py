@@ -74,7 +74,7 @@ def make_plan(
 def plan_for_least_memory(
     model: ModelProfile, hardware: HardwareProfile, planner: str = "holistic", fixed: FixedPlacement | None = None
 ) -> Plan:
-    """Returns the plan with the least GPU memory among those that are slower than the fastest by at most `SLACK`.
+    """Returns the plan with the least GPU memory among those that are slower than `make_plan`'s by at most `SLACK`.
 
     Arguments as those of `make_plan`.
     """

@@ -49,7 +49,8 @@ class Prediction:
         ssd_written_bytes: bytes written to SSDs per step.
         copied_bytes: bytes copied to and from the GPU per step.
         bound: the busiest resource.
-        offloaded_share: share of the trained parameters whose states are offloaded.
+        offloaded_share: bytes of weights, gradients and states of offloaded parts / those of all parts. Both are those
+            that they would take on the GPU.
     """
 
     step_seconds: float
@@ -197,9 +198,9 @@ def _prediction(
     # A resource may have a backlog at the end of the simulated steps, which can't grow in the steady state.
     seconds = max(end - begin + launch_delay, *busy.values())
     seconds += remap_seconds(model, hardware, gpu)
-    offloaded = sum(
-        profile.parameters for (_, profile), part in zip(model.parts, plan.parts(model), strict=True) if part.offloaded
-    )
+    parts = zip(model.parts, plan.parts(model), strict=True)
+    offloaded = sum(profile.resident_bytes for (_, profile), part in parts if part.offloaded)
+    states = sum(profile.resident_bytes for _, profile in model.parts)
     return Prediction(
         step_seconds=seconds,
         busy_seconds=busy,
@@ -211,5 +212,5 @@ def _prediction(
         ssd_written_bytes=round(written),
         copied_bytes=round(copied),
         bound=max(busy, key=lambda resource: busy[resource]),
-        offloaded_share=offloaded / max(1, model.parameters),
+        offloaded_share=offloaded / max(1, states),
     )

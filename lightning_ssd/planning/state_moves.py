@@ -10,7 +10,7 @@ MIN_MOVE_GAIN = 0.02
 stayed in host memory in 20 GiB (H200), for 0.690 s a step in place of 0.492 s on another host: if the CPU is measured
 while other programs are idle, a move seems to save less than it does later."""
 
-MIN_LEAVE_GAIN = 1 / 4
+MIN_LEAVE_GAIN = 0.3
 """The same if all states are on the GPU now. It is larger, because times of states in host memory are predicted from a
 profile without any: a step predicted at 0.158 s took 0.222 s (BERT with 0.94B parameters, H100), and staying was
 predicted at 0.171 s. A BERT-large that checkpoints its layers itself should not leave 20 GiB for a step predicted at

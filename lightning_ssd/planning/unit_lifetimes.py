@@ -39,7 +39,7 @@ def plan_units(
         model: profile of the model.
         hardware: profile of the machine.
         fixed: tiers of model states; None: weights and states migrate, too.
-        most_seconds: duration of a step from which on the search ends, as faster plans are known.
+        most_seconds: `Prediction.cost_seconds` from which on the search ends, as better plans are known.
     """
     divided = fixed is None and model.undivided is not model
     models = (model, *[model.undivided] * divided)
@@ -66,9 +66,9 @@ def _rated_plan(
         made = steps.plan(plan_in_time(step, machine))
         plan = made if fixed is None else fixed.apply(model, made)
         found = simulate(model, hardware, plan)
-        plans.append((found.excess_bytes(hardware), found.step_seconds, plan))
+        plans.append((found.excess_bytes(hardware), found.cost_seconds, plan))
         less = 2**tried * (found.gpu_peak_bytes - hardware.gpu_bytes)
-        if not 0 < less < machine.gpu_bytes or found.step_seconds > most_seconds:
+        if not 0 < less < machine.gpu_bytes or found.cost_seconds > most_seconds:
             break
         machine = replace(machine, gpu_bytes=machine.gpu_bytes - less)
     return min(plans, key=itemgetter(0, 1))

@@ -644,14 +644,12 @@ def _is_in_use(flat: FlatParameter, kind: Kind) -> bool:
 def _is_given_frozen(given: Iterable[Any]) -> bool:
     """Returns whether arguments have an offloaded parameter that requires no gradient."""
     for value in given:
-        kind = type(value)
-        if kind is OffloadedParameter:
+        if type(value) is OffloadedParameter:
             if not value.requires_grad:
                 return True
-        elif kind is tuple or kind is list:
-            if _is_given_frozen(value):
-                return True
-        elif kind is dict and _is_given_frozen(value.values()):
+        elif isinstance(value, tuple | list | dict) and _is_given_frozen(
+            value.values() if isinstance(value, dict) else value
+        ):
             return True
     return False
 
