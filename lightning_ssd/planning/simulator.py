@@ -27,10 +27,10 @@ tensor: a step in which this happened once, for 4.6 GiB, took about 0.1 s more (
 
 OFFLOADED_COST = 0.15
 """Share by which plans count a step as longer if all states are offloaded. The host and the CPU's optimizer delay each
-other more, or less, than was predicted, and states take RAM. Steps of a Whisper-medium in 16 GiB, with all states in
-RAM, were predicted at 0.52, 0.65 and 0.69 s (three H200 hosts), and took 0.67, 0.67 and 0.62 s. With 85 % of them on
-the GPU, 0.55, 0.68 and 0.70 s were predicted, and such steps took 0.55, 0.62 and 0.57 s. With 0.1, the first host's
-plan would have them in RAM."""
+other more, or less, than was predicted, and states take RAM. Steps of a Whisper-medium in 16 GiB, with 75 to 100 % of
+its states in RAM, were predicted at 0.52, 0.65 and 0.69 s (three H200 hosts), and took 0.67, 0.67 and 0.62 s. With 15 %
+of them there, 0.55, 0.68 and 0.70 s were predicted, and such steps took 0.55, 0.62 and 0.57 s. With 0.1, the first
+host's plan would have most of them in RAM."""
 
 
 @dataclass(frozen=True)
