@@ -793,11 +793,11 @@ def test_a_training_whose_model_states_were_offloaded_is_planned_again_after_its
     assert_equal(train("auto", **how), run)
 
 
-@pytest.mark.parametrize(("share", "moves"), [(0.7, False), (0.6, True)])
+@pytest.mark.parametrize(("share", "moves"), [(0.65, False), (0.6, True)])
 def test_model_states_leave_the_device_for_a_large_gain_only(
     share: float, moves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where they may stay: the time of a placement that was never profiled is uncertain."""
+    """Where they may stay: the time of a placement that was never profiled is uncertain, and counts as 15 % longer."""
     resident_plans: list[Plan] = []
 
     def make(
@@ -812,7 +812,8 @@ def test_model_states_leave_the_device_for_a_large_gain_only(
         resident = {part.states for part in plan.parts(profile)} == {"gpu"}
         stay = simulate(profile, hardware, plan if resident else resident_plans[-1])
         # So many times longer, computation does not bound the gain.
-        return replace(stay, step_seconds=10 * (1 if resident else share) * stay.step_seconds)
+        seconds = 10 * (1 if resident else share) * stay.step_seconds
+        return replace(stay, step_seconds=seconds, offloaded_share=0.0 if resident else 1.0)
 
     monkeypatch.setattr(plan_maker, "make_plan", make)
     monkeypatch.setattr(plan_maker, "simulate", predict)
