@@ -73,7 +73,7 @@ class _RunsOperators:
                 if reads_grad:
                     return args[0].source.access.grad(args[0])
                 if _runs_on_memory(kind, func, args, kwargs):
-                    if _is_given_frozen((args, kwargs)) and in_backward():
+                    if in_backward() and _is_given_frozen((args, kwargs)):
                         args, kwargs = map_tensors(recomputed, (args, kwargs))
                     if kind is Kind.MATMUL and torch.is_grad_enabled():
                         args, kwargs = in_order_of_casts(args, kwargs)
