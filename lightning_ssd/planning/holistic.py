@@ -228,7 +228,7 @@ class _Search:
         self._tried: set[SearchPoint] = set()
         stages = len(cut_stages(model, min_memory)) * model.micro_batches * count_steps(model, min_memory)
         self._most_simulations = SIMULATED_STAGES // stages
-        # Score of the best point, the point, and its unused bytes of GPU and host memory.
+        # Excess bytes and step seconds of the best point, the point, and its unused bytes of GPU and host memory.
         self._best_point: tuple[tuple[float, float], SearchPoint, tuple[int, int]] | None = None
         self._ideal_seconds = model.forward_seconds + model.backward_seconds
         """Seconds of a micro-batch that waits for nothing."""
@@ -275,7 +275,8 @@ class _Search:
                 step = 1 if 1 < step < 3 else step // 3
 
     def _most_beside_checkpoints(self) -> int:
-        """Returns the number of first parts that have room on the GPU if all units are checkpointed that may be."""
+        """Returns the number of first parts that have room on the GPU beside the units' checkpoints, if all units are
+        checkpointed that may be."""
         freeing = None if self.fixed is not None else checkpoint_all(self.model, keep_all(self.fastest.plan))
         if freeing is None:
             return 0
@@ -362,7 +363,8 @@ class _Search:
             self._tried.add(point)
             self._simulations += 1
             prediction = self._consider_with_room(self.plan(point))
-            # By the step itself: the way to points with all parts on the GPU leads over points with some of them.
+            # Points are compared by the step alone: the search reaches those with all parts on the GPU through points
+            # with some of them there, which cost more.
             score = float(prediction.excess_bytes(self.hardware)), prediction.step_seconds
             gpu = self._gpu_bytes - prediction.gpu_peak_bytes
             host = self.hardware.host_bytes - prediction.host_peak_bytes

@@ -29,8 +29,8 @@ OFFLOADED_COST = 0.15
 """Share by which plans count a step as longer if all states are offloaded. The host and the CPU's optimizer delay each
 other more, or less, than was predicted, and states take RAM. Steps of a Whisper-medium in 16 GiB, with 75 to 100 % of
 its states in RAM, were predicted at 0.52, 0.65 and 0.69 s (three H200 hosts), and took 0.67, 0.67 and 0.62 s. With 15 %
-of them there, 0.55, 0.68 and 0.70 s were predicted, and such steps took 0.55, 0.62 and 0.57 s. With 0.1, the first
-host's plan would have most of them in RAM."""
+of its states in RAM, they were predicted at 0.55, 0.68 and 0.70 s, and took 0.55, 0.62 and 0.57 s. With a cost of 0.1,
+the first host's plan would have most states in RAM."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Prediction:
         ssd_written_bytes: bytes written to SSDs per step.
         copied_bytes: bytes copied to and from the GPU per step.
         bound: the busiest resource.
-        offloaded_share: bytes of weights, gradients and states of offloaded parts / those of all parts. Both are those
-            that they would take on the GPU.
+        offloaded_share: bytes of weights, gradients and states of offloaded parts / those of all parts, both counted as
+            if they were on the GPU.
     """
 
     step_seconds: float
@@ -198,9 +198,8 @@ def _prediction(
     # A resource may have a backlog at the end of the simulated steps, which can't grow in the steady state.
     seconds = max(end - begin + launch_delay, *busy.values())
     seconds += remap_seconds(model, hardware, gpu)
-    parts = zip(model.parts, plan.parts(model), strict=True)
-    offloaded = sum(profile.resident_bytes for (_, profile), part in parts if part.offloaded)
-    states = sum(profile.resident_bytes for _, profile in model.parts)
+    parts = [(profile.resident_bytes, part.offloaded) for unit in builder.units for profile, part in unit]
+    offloaded, states = sum(nbytes for nbytes, away in parts if away), sum(nbytes for nbytes, _ in parts)
     return Prediction(
         step_seconds=seconds,
         busy_seconds=busy,

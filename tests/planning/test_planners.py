@@ -39,8 +39,8 @@ from tests.support.transformer import transformer_profile
 @settings(max_examples=50, deadline=None)
 @given(models(), machines())
 def test_holistic_is_never_worse(model: ModelProfile, machine: HardwareProfile) -> None:
-    """All plans match the model. Holistic's fits if another one does, and none that fits is preferred to it: is faster,
-    where steps of offloaded states count as longer.
+    """All plans match the model. Holistic's fits if another one does. Then no plan that fits is faster, if steps of
+    offloaded states are counted as longer.
 
     If it intercepts no unit, others may be faster by `PLAIN_GAIN`. If none fits, no plan of about its excess is faster,
     and none has far less.
@@ -451,9 +451,10 @@ def test_all_states_are_on_the_gpu_where_that_fits_beside_checkpoints() -> None:
 
 
 def test_the_cost_of_offloaded_states_does_not_keep_the_search_from_better_plans() -> None:
-    """Ten units that offload saved tensors beside states on the GPU: points with some states there lead to them.
+    """The best plan has all states on the GPU, and ten units that offload saved tensors.
 
-    If points were compared by their cost, a step would take 0.0526 s.
+    The search reaches it through points with some states on the GPU. If points were compared by their cost, it would
+    find a plan with 0.0526 s a step.
     """
     model = make_model(
         12, saved=3 * GB, inputs=GB // 16, parameters=5 * 10**6, forward=6e-4, launch=2e-3, operations=30

@@ -4,7 +4,6 @@ Most uses of an offloaded parameter are in its unit's forward, whose hook has pr
 run directly. Every other operator on an offloaded parameter is run by its `Access`.
 """
 
-import contextlib
 import sys
 import weakref
 from abc import ABC, abstractmethod
@@ -73,7 +72,7 @@ class _RunsOperators:
                 if reads_grad:
                     return args[0].source.access.grad(args[0])
                 if _runs_on_memory(kind, func, args, kwargs):
-                    if in_backward() and _is_given_frozen((args, kwargs)):
+                    if in_backward():
                         args, kwargs = map_tensors(recomputed, (args, kwargs))
                     if kind is Kind.MATMUL and torch.is_grad_enabled():
                         args, kwargs = in_order_of_casts(args, kwargs)
@@ -602,17 +601,22 @@ def _in_forward(values: Iterable[Any], kind: Kind) -> bool:
     """Returns whether a forward on this thread, or a recomputation of one, uses all parameters among `values`, and
     their views have memory.
     """
-    checked: FlatParameter | None = None
     for value in values:
         of = type(value)
         if of is OffloadedParameter:
             flat = value.flat
-            if flat is not checked:  # a weight and its bias are of one
-                if not _is_in_use(flat, kind):
+            thread = get_ident()
+            in_use = flat.users and flat.thread == thread
+            # Operators of user code may change weights unnoticed, which are compared only when a forward ends.
+            if not in_use and kind is not Kind.OPERATOR:
+                in_use = flat.recomputed_by == thread and in_backward()
+            if not (in_use and flat.resident) or flat.shared:
+                return False
+            if flat.mixed:
+                if not (kind is Kind.MATMUL and autocast_to(flat.dtype, flat.device)):
                     return False
-                checked = flat
-            if flat.mixed and value.requires_grad and torch.is_grad_enabled():
-                value.source.access.grad_dtype.note_use(value, flat)
+                if value.requires_grad and torch.is_grad_enabled():
+                    value.source.access.grad_dtype.note_use(value, flat)
             if kind is Kind.OPERATOR and not value.requires_grad:
                 return False
         elif issubclass(of, OffloadedView):
@@ -626,32 +630,6 @@ def _in_forward(values: Iterable[Any], kind: Kind) -> bool:
         elif (of is list or of is tuple) and not _in_forward(value, kind):
             return False
     return True
-
-
-def _is_in_use(flat: FlatParameter, kind: Kind) -> bool:
-    """Returns whether a forward on this thread, or a recomputation of one, uses a flat parameter, and functions of a
-    kind may use its memory."""
-    thread = get_ident()
-    in_use = flat.users and flat.thread == thread
-    # Operators of user code may change weights unnoticed, which are compared only when a forward ends.
-    if not in_use and kind is not Kind.OPERATOR:
-        in_use = flat.recomputed_by == thread and in_backward()
-    if not (in_use and flat.resident) or flat.shared:
-        return False
-    return not flat.mixed or (kind is Kind.MATMUL and autocast_to(flat.dtype, flat.device))
-
-
-def _is_given_frozen(given: Iterable[Any]) -> bool:
-    """Returns whether arguments have an offloaded parameter that requires no gradient."""
-    for value in given:
-        if type(value) is OffloadedParameter:
-            if not value.requires_grad:
-                return True
-        elif isinstance(value, tuple | list | dict) and _is_given_frozen(
-            value.values() if isinstance(value, dict) else value
-        ):
-            return True
-    return False
 
 
 def recomputed(tensor: Tensor) -> Tensor:
@@ -672,22 +650,18 @@ def in_order_of_casts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[S
     has no cast. Its gradient would be accumulated first, that of a bias before that of the weight, and hooks of user
     code would run in another order. So those behind another leaf have a node that does nothing.
     """
-    given: dict[Any, Any] = dict(enumerate(args))
-    given.update(kwargs)
+    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs} if kwargs else dict(enumerate(args))
     leaves = [
-        name for name, value in given.items() if isinstance(value, Tensor) and value.requires_grad and value.is_leaf
+        name for name, value in given.items() if isinstance(value, Tensor) and value.is_leaf and value.requires_grad
     ]
-    mixed = [name for name in leaves[1:] if type(given[name]) is OffloadedParameter and given[name].flat.mixed]
-    if not mixed:  # most products: their input is no leaf, and there is no bias
+    if len(leaves) < 2:  # most products: their input is no leaf, and there is no bias
         return args, kwargs
-    # It is no operator of plain training, which modes would report. Without modes, the context takes as long as a view.
-    with internals.without_dispatch() if internals.count_dispatch_modes() else _NO_CONTEXT:
-        for name in reversed(mixed):
-            given[name] = given[name].view_as(given[name])
+    for name in reversed(leaves[1:]):
+        parameter = given[name]
+        if type(parameter) is OffloadedParameter and parameter.flat.mixed:
+            with internals.without_dispatch():  # no operator of plain training, which modes would report
+                given[name] = parameter.view_as(parameter)
     return [given.pop(index) for index in range(len(args))], given
-
-
-_NO_CONTEXT = contextlib.nullcontext()
 
 
 def not_followed(name: str) -> RuntimeError:
