@@ -337,10 +337,10 @@ class AutoPlan(Uncopied):
         if checkpoints is None:
             return
         kept = self.outcome == "keep" and not known.limit.scarce
-        if kept or (cycle is not None and cycle.phase in ("timing", "idle")):
+        if not again and (kept or (cycle is not None and cycle.phase in ("timing", "idle"))):
             checkpoints.close()
         elif self._shape is not None:  # without shapes of batches there is no plan
-            if cycle is None and checkpoints.closed:  # modules may have changed since they were called
+            if checkpoints.closed and (cycle is None or again):  # modules may have changed since they were called
                 checkpoints = self._checkpoints = UnplannedCheckpoints(self._training, short=self._gave_up)
             checkpoints.begin_micro_batch(known, again=again)
 
@@ -450,7 +450,8 @@ class AutoPlan(Uncopied):
     # ---- a micro-batch that ran out of memory ----
 
     def save_memory(self, part: str, note: str) -> None:
-        """Prepares the second attempt of a micro-batch: all saved tensors are offloaded, one at a time.
+        """Prepares the second attempt of a micro-batch: units are checkpointed, and all saved tensors are offloaded, one
+        at a time.
 
         Args:
             part: forward or backward, which has failed.
@@ -480,10 +481,7 @@ class AutoPlan(Uncopied):
         else:
             policy = replace(policy, placement=OffloadAll(tuple(offloader.tiers)))
         offloader.run(policy)
-        if self.cycle is None and not self._gave_up:
-            self._begin_checkpoints(known, again=True)
-        elif self._checkpoints is not None:  # a unit that runs again has all its saved tensors on the device
-            self._checkpoints.end_forward()
+        self._begin_checkpoints(known, again=True)
         if self._checkpoints is not None:
             self._checkpoints.short = True
             self._failed_checkpoints += self._gave_up

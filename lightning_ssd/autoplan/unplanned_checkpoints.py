@@ -41,6 +41,10 @@ SURELY_FITS = 0.5
 """Share of memory that allocated memory and saved tensors of units take, up to which all saved tensors are kept in a
 micro-batch whose other memory is not known. Above, its units are checkpointed, which shows that memory."""
 
+RERUN_ROOM = 3
+"""Bytes for which there must be room beside those that are allocated between steps / bytes that a unit saves, for the
+unit to run again in an attempt that may be the last: its backward has gradients of its saved tensors, too."""
+
 
 class UnplannedCheckpoints(Uncopied):
     """Checkpoints units in micro-batches without a plan. All methods are called on the training thread.
@@ -126,7 +130,8 @@ class UnplannedCheckpoints(Uncopied):
         self._limit = limit = known.limit
         self._level, self._saved_before = limit.meter.allocated(), self._saved()
         self._left = Counter(self._kinds.values())
-        self._bytes.clear()
+        if not again:
+            self._bytes.clear()
         self._lacks, self._only_now, self._keeps = known.short, False, not again
         if self._kinds:
             self._lacks_room(limit)
@@ -191,7 +196,7 @@ class UnplannedCheckpoints(Uncopied):
             assert self._trace is not None
             self._recorded = index
             self._trace.__enter__()
-        elif lacks_room and self._may_run_again[kind] and (self.short or kind in self._bytes):
+        elif lacks_room and self._may_run_again[kind] and self._may_checkpoint(kind, limit):
             self._checkpoint = module, CheckpointedCall(module, arguments, state)
             self._checkpoint[1].begin()
             if not self.short:
@@ -200,6 +205,16 @@ class UnplannedCheckpoints(Uncopied):
             self._left[kind] -= 1
         if self._checkpoint is None:
             self._begun = module, self._saved()
+
+    def _may_checkpoint(self, kind: int, limit: ResidentLimit) -> bool:
+        """Returns whether units of a kind are checkpointed where saved tensors lack room.
+
+        If memory has run out, no other attempt may follow: a unit that runs again has all its saved tensors on the
+        device, whose bytes one unit of its kind has shown in this attempt or the one before.
+        """
+        if self._keeps:
+            return self.short or kind in self._bytes
+        return kind in self._bytes and self._level + RERUN_ROOM * self._bytes[kind] <= limit.meter.limit()
 
     def _lacks_room(self, limit: ResidentLimit) -> bool:
         """Returns whether units are checkpointed: since a forward whose saved tensors would have had no room.

@@ -259,12 +259,35 @@ def test_batches_of_other_sizes_are_not_offloaded_before_there_is_a_plan(
 
 
 @pytest.mark.parametrize("rows", [range(2, 14), [8, 8, 8, 9, 9, 10, 10, 11, 11, 12]])
-def test_the_second_attempt_of_a_profiled_micro_batch_checkpoints_no_unit(
+def test_the_second_attempt_of_a_profiled_micro_batch_checkpoints_no_unit_without_room(
     rows: Sequence[int], tmp_path: Path, see: See, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A unit that runs again has all its saved tensors on the device, for which half of the memory has no room."""
     limited = fit_in_share(0.5, model, rows, tmp_path, see, monkeypatch, accumulate=3)
     assert limited.failures
+
+
+@pytest.mark.parametrize("failing", [4, 5, 6, 10])
+def test_units_are_checkpointed_in_the_second_attempt_of_any_micro_batch(
+    failing: int, tmp_path: Path, see: See, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the profiled steps, and one with a plan. The first unit shows its bytes, and is not checkpointed."""
+    reruns = []
+
+    class Reruns(pl.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            reruns.append(see.running)
+
+    make = partial(model, LargeVocabulary)
+    plain = fit(make(), [16] * 12, tmp_path, None, "auto")
+    with LimitedMemory() as memory:
+        fit(make(), [16] * 12, tmp_path, None, "auto", memory.counting)
+    with LimitedMemory(0.75 * memory.highest_ever, [(failing, 60)]) as limited:
+        use(limited, monkeypatch)
+        see.running = 0
+        assert_same(plain, fit(make(), [16] * 12, tmp_path, see, None, limited.counting, Reruns()))
+    assert limited.failures == 1
+    assert reruns[failing - 1] == 2
 
 
 def test_units_are_checkpointed_in_the_second_attempt_of_a_micro_batch(
