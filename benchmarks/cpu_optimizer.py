@@ -70,10 +70,13 @@ def main() -> None:
             f"  ours, {name:<16}{measured / 1e9:.2f}   {moved / 1e9:.0f} GB/s, {share:.0%} of {memory / 1e9:.0f}; "
             f"weights alone {weights:.2f}, the rest later {rest:.2f}"
         )
-    for past_caches, stores in ((False, "ordinary stores"), (True, "stores past the caches")):
-        STORE_TRIAL.choose = lambda past=past_caches: past  # type: ignore[method-assign]
-        measured = rate(numel, adam_step(numel, two_versions=True))
-        print(f"  ours, whole masters, to a second version, {stores}   {measured / 1e9:.2f}")
+    for name in FORMATS:
+        step = adam_step(numel, state_format=name, two_versions=True)
+        rates = []
+        for past_caches in (False, True):
+            STORE_TRIAL.choose = lambda past=past_caches: past  # type: ignore[method-assign]
+            rates.append(rate(numel, step) / 1e9)
+        print(f"  ours, {name}, to a second version   {rates[0]:.2f}, with stores past the caches {rates[1]:.2f}")
     print(f"  torch, whole masters  {rate(numel, adam_step(numel, compiled=False)) / 1e9:.2f}")
     try:
         print(f"  DeepSpeed             {deepspeed(numel) / 1e9:.2f}")

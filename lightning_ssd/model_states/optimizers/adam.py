@@ -82,8 +82,9 @@ class KernelOutputs(IntFlag):
 class StoreTrial:
     """Chooses the store instructions of steps that write to a second version: ordinary, or past the caches.
 
-    The faster kind depends on the processor and on the number of threads. So the first steps alternate between both
-    kinds, under the memory traffic of the training, and later ones use the faster kind. The bits are the same.
+    The faster kind depends on the processor and on the number of threads. So early steps alternate between both kinds,
+    under the memory traffic of the training, and later ones use the faster kind. The bits are the same. The first step
+    that stores to an array is not counted, as it may wait until the system has mapped the array's memory.
 
     Threads: any, without a lock: a race makes a step slower at most.
     """
@@ -95,6 +96,8 @@ class StoreTrial:
 
     def __init__(self) -> None:
         self._rates: dict[bool, list[float]] = {False: [], True: []}
+        self._stored: set[int] = set()
+        """Addresses of arrays that steps have stored to, until the trial is complete."""
 
     def choose(self) -> bool:
         """Returns whether the next step stores past the caches."""
@@ -103,13 +106,21 @@ class StoreTrial:
             return len(past) < len(ordinary)
         return statistics.median(past) > statistics.median(ordinary)
 
-    def note(self, past_caches: bool, rate: float) -> None:
-        """Records the rate of a step, elements per second, until the trial is complete."""
-        if len(self._rates[past_caches]) < self.TRIALS:
-            self._rates[past_caches].append(rate)
-            if len(self._rates[past_caches]) == self.TRIALS == len(self._rates[not past_caches]):
-                medians = {name: statistics.median(self._rates[past]) / 1e9 for name, past in _NAMES.items()}
-                log.info("steps to a second version, 1e9 parameters/s: %s", medians)
+    def note(self, past_caches: bool, rate: float, arrays: Sequence[int]) -> None:
+        """Records the rate of a step, elements per second, until the trial is complete.
+
+        `arrays` are the addresses to which the step has stored.
+        """
+        if len(self._rates[past_caches]) == self.TRIALS:
+            return
+        if not self._stored.issuperset(arrays):
+            self._stored.update(arrays)
+            return
+        self._rates[past_caches].append(rate)
+        if len(self._rates[past_caches]) == self.TRIALS == len(self._rates[not past_caches]):
+            self._stored.clear()
+            medians = {name: statistics.median(self._rates[past]) / 1e9 for name, past in _NAMES.items()}
+            log.info("steps to a second version, 1e9 parameters/s: %s", medians)
 
 
 _NAMES = {"ordinary stores": False, "stores past the caches": True}
@@ -219,7 +230,8 @@ def make_calls(calls: Sequence[KernelCall]) -> None:
     begun = perf_counter()
     calls[0].library.adam_calls(ctypes.c_int64(len(calls)), arguments)
     if len(passing) == len(calls):
-        STORE_TRIAL.note(past_caches, sum([call.numel for call in calls]) / (perf_counter() - begun))
+        rate = sum([call.numel for call in calls]) / (perf_counter() - begun)
+        STORE_TRIAL.note(past_caches, rate, [call.arguments.arrays[4] for call in calls])
 
 
 def settings_of(
