@@ -450,7 +450,7 @@ class AutoPlan(Uncopied):
     # ---- a micro-batch that ran out of memory ----
 
     def save_memory(self, part: str, note: str) -> None:
-        """Prepares the second attempt of a micro-batch: units are checkpointed, other saved tensors offloaded one by one.
+        """Prepares the second attempt of a micro-batch: units are checkpointed, other saved tensors are offloaded.
 
         Args:
             part: forward or backward, which has failed.
