@@ -41,9 +41,10 @@ SURELY_FITS = 0.5
 """Share of memory that allocated memory and saved tensors of units take, up to which all saved tensors are kept in a
 micro-batch whose other memory is not known. Above, its units are checkpointed, which shows that memory."""
 
-RERUN_ROOM = 3
-"""Bytes for which there must be room beside those that are allocated between steps / bytes that a unit saves, for the
-unit to run again in an attempt that may be the last: its backward has gradients of its saved tensors, too."""
+RERUN_ROOM = 2
+"""Bytes for which there must be room beside those that are allocated between steps / bytes that a unit saves, for units
+to be checkpointed once memory has run out. A unit that runs again has all its saved tensors on the device, and the
+gradients of some."""
 
 
 class UnplannedCheckpoints(Uncopied):
@@ -51,15 +52,17 @@ class UnplannedCheckpoints(Uncopied):
 
     Args:
         training: the training, which can be planned as far as is known.
-        short: initial value of the attribute.
+        ran_out: whether memory has run out under profiles or plans, which is the initial value of `short`.
 
     Attributes:
         short: whether saved tensors are known to have no room, so that units are checkpointed from now on.
         closed: whether `close` was called, after which no unit is checkpointed.
     """
 
-    def __init__(self, training: Training, *, short: bool = False) -> None:
-        self.short, self.closed = short, False
+    def __init__(self, training: Training, *, ran_out: bool = False) -> None:
+        self.short, self.closed = ran_out, False
+        self._ran_out = ran_out
+        """Whether memory has run out, so that units are checkpointed only if there is room for them to run again."""
         self._training = training
         self._lacks = False
         """Whether earlier micro-batches have shown that saved tensors of the present one have no room."""
@@ -80,6 +83,8 @@ class UnplannedCheckpoints(Uncopied):
         """Whether units of a kind may be checkpointed, once one of them was called."""
         self._bytes: dict[int, int] = {}
         """Bytes that the last call of a kind in the present micro-batch has saved that was not checkpointed."""
+        self._most_bytes: dict[int, int] = {}
+        """The most bytes that such a call of a kind has saved since the last batch that was larger than all before."""
         self._left: Counter[int] = Counter()
         """Units of each kind that the present forward has not called yet."""
         self._level = self._saved_before = 0
@@ -113,11 +118,12 @@ class UnplannedCheckpoints(Uncopied):
         if self.modules:
             limit.begin_anew()
 
-    def begin_micro_batch(self, known: KnownMemory, *, again: bool = False) -> None:
+    def begin_micro_batch(self, known: KnownMemory, *, larger: bool = False, again: bool = False) -> None:
         """Checkpoints units in the micro-batch that has begun, if its saved tensors have no room.
 
         Args:
             known: the memory of earlier micro-batches.
+            larger: whether its batch is larger than all before.
             again: whether the micro-batch has run out of memory, so that it needs the least that is possible.
         """
         self.end_forward()
@@ -130,11 +136,14 @@ class UnplannedCheckpoints(Uncopied):
         self._limit = limit = known.limit
         self._level, self._saved_before = limit.meter.allocated(), self._saved()
         self._left = Counter(self._kinds.values())
-        if not again:
-            self._bytes.clear()
+        self._bytes.clear()
+        if larger:
+            self._most_bytes.clear()
+        self._ran_out |= again
         self._lacks, self._only_now, self._keeps = known.short, False, not again
         if self._kinds:
             self._lacks_room(limit)
+        self.short |= again
         self._calls.clear()
         self._mode = internals.innermost_dispatch_mode()
 
@@ -207,14 +216,12 @@ class UnplannedCheckpoints(Uncopied):
             self._begun = module, self._saved()
 
     def _may_checkpoint(self, kind: int, limit: ResidentLimit) -> bool:
-        """Returns whether units of a kind are checkpointed where saved tensors lack room.
-
-        If memory has run out, no other attempt may follow: a unit that runs again has all its saved tensors on the
-        device, whose bytes one unit of its kind has shown in this attempt or the one before.
-        """
-        if self._keeps:
+        """Returns whether units of a kind are checkpointed where saved tensors lack room."""
+        if not self._ran_out:
             return self.short or kind in self._bytes
-        return kind in self._bytes and self._level + RERUN_ROOM * self._bytes[kind] <= limit.meter.limit()
+        if (most := self._most_bytes.get(kind)) is None:
+            return self._keeps  # an attempt that may be the last has one unit of each kind show its bytes
+        return self._level + RERUN_ROOM * most <= limit.meter.limit()
 
     def _lacks_room(self, limit: ResidentLimit) -> bool:
         """Returns whether units are checkpointed: since a forward whose saved tensors would have had no room.
@@ -252,7 +259,8 @@ class UnplannedCheckpoints(Uncopied):
         self._end_recording()
         if output is None:
             return
-        self._bytes[kind] = self._saved() - begun_at
+        self._bytes[kind] = saved = self._saved() - begun_at
+        self._most_bytes[kind] = max(saved, self._most_bytes.get(kind, 0))
         if index is not None and trace is not None:
             buffers = self._training.module.buffers()
             self._may_run_again[kind] = trace.may_run_again(UnitCall(index, 0), buffers)
