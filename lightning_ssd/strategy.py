@@ -112,11 +112,11 @@ class SSDOffloadStrategy(DataParallelStrategy):
             Otherwise the training is profiled and planned within its first steps: each saved tensor is kept, offloaded
             or recomputed, and with `states="auto"` offloaded states may be moved (see `SwapPlanner`).
             Micro-batches that may need more memory than the measured ones offload all saved tensors. If one of the
-            first micro-batches runs out of memory, it is run again with all saved tensors offloaded, and then with
-            model states offloaded (`states="auto"`), with the same numbers. A compiled block is one operator: its saved
-            tensors are kept or offloaded, or its compiled code runs again in backward. If other code is compiled, such
-            as the whole model, there is no plan, and saved tensors without room are offloaded. On a CPU device all
-            saved tensors are kept.
+            first micro-batches runs out of memory, it is run again with all saved tensors offloaded or recomputed, and
+            then with model states offloaded (`states="auto"`), with the same numbers. A compiled block is one operator:
+            its saved tensors are kept or offloaded, or its compiled code runs again in backward. If other code is
+            compiled, such as the whole model, there is no plan, and saved tensors without room are offloaded. On a CPU
+            device all saved tensors are kept.
             `"ssdtrain"`: as many bytes as the measured bandwidth transfers while the device computes (SSDTrain's rule),
             and more if the device has no room for the others. A share of the bytes: 0.0 to 1.0, or `"50%"` (1 is
             everything, like 1.0). Bytes: `"8GiB"`. `"none"`: no activations.

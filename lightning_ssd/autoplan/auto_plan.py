@@ -56,6 +56,10 @@ MAX_FAILED_PROFILES = 3
 """Profiles that ran out of memory, after which the training continues without a plan. One more is tried each time that
 all model states were offloaded."""
 
+MAX_FAILED_CHECKPOINTS = 3
+"""Micro-batches with units checkpointed in place of a plan that ran out of memory, after which none is checkpointed:
+there may be no room for all saved tensors of a unit, which are on the device when it runs again."""
+
 PROVEN = 16
 """Micro-batches in a row without an OutOfMemoryError, after which none is expected under the same rule."""
 
@@ -103,6 +107,8 @@ class AutoPlan(Uncopied):
         self._end_checkpoints()
         self._gave_up = False
         """Whether profiles or plans have run out of memory, so that there is none any more."""
+        self._failed_checkpoints = 0
+        """Micro-batches that have run out of memory since, while units were checkpointed."""
         self._known: KnownMemory | None = None
         """Compares micro-batches with measured ones; `None`: nothing is decided."""
         self._shape: BatchShape | None = None
@@ -197,7 +203,7 @@ class AutoPlan(Uncopied):
             self._apply_limit(self._known)
         elif self.cycle is not None and self.cycle.offloads_all:
             self._training.offloader.limit_window(self._known.limit.fitting_window)
-        self._begin_checkpoints(self._known, larger=larger)
+        self._begin_checkpoints(self._known)
         self._rule = self.outcome, None if self.cycle is None else self.cycle.rule
         if larger:
             self._proven[self._rule] = 0
@@ -322,10 +328,10 @@ class AutoPlan(Uncopied):
             peak, most = format_bytes(known.limit.needed_bytes), format_bytes(known.limit.meter.limit())
             self._log(f"keeps all saved tensors on the {self._device}: a step needs at most {peak} of {most}")
 
-    def _begin_checkpoints(self, known: KnownMemory, *, larger: bool = False, again: bool = False) -> None:
+    def _begin_checkpoints(self, known: KnownMemory, *, again: bool = False) -> None:
         """Checkpoints units in the present micro-batch if it has no plan, `again` if it has run out of memory.
 
-        No unit is hooked while all saved tensors are kept, until those of a `larger` batch may have no room.
+        No unit is hooked while all saved tensors are kept, until those of a larger batch may have no room.
         """
         checkpoints, cycle = self._checkpoints, self.cycle
         if checkpoints is None:
@@ -335,8 +341,8 @@ class AutoPlan(Uncopied):
             checkpoints.close()
         elif self._shape is not None:  # without shapes of batches there is no plan
             if checkpoints.closed and (cycle is None or again):  # modules may have changed since they were called
-                checkpoints = self._checkpoints = UnplannedCheckpoints(self._training, ran_out=self._gave_up)
-            checkpoints.begin_micro_batch(known, larger=larger, again=again)
+                checkpoints = self._checkpoints = UnplannedCheckpoints(self._training, short=self._gave_up)
+            checkpoints.begin_micro_batch(known, again=again)
 
     def _end_checkpoints(self) -> None:
         """Checkpoints no unit from now on."""
@@ -454,7 +460,7 @@ class AutoPlan(Uncopied):
         assert known is not None
         self._training.inform(
             f"offload='auto': the {self._device} has run out of memory in the {part} of a micro-batch, which is "
-            f"run again with all saved tensors offloaded. {note}"
+            f"run again with all saved tensors offloaded or recomputed. {note}"
         )
         self._proven.clear()
         self._ran_out = self._short = True
@@ -475,6 +481,14 @@ class AutoPlan(Uncopied):
             policy = replace(policy, placement=OffloadAll(tuple(offloader.tiers)))
         offloader.run(policy)
         self._begin_checkpoints(known, again=True)
+        if self._checkpoints is not None:
+            self._checkpoints.short = True
+            self._failed_checkpoints += self._gave_up
+            if self._failed_checkpoints == MAX_FAILED_CHECKPOINTS:
+                self._end_checkpoints()
+                self._training.inform(
+                    "offload='auto': checkpoints no unit from now on, as memory has run out with checkpointed units."
+                )
 
     def restart_after_offload(self, part: str) -> None:
         """Prepares the third attempt of a micro-batch, for which all model states were offloaded.

@@ -77,7 +77,7 @@ class MicroBatchPlanner(Protocol):
         """Whether it is the first micro-batch of a step."""
 
     def save_memory(self, part: str, note: str) -> None:
-        """Prepares the second attempt: all saved tensors are offloaded, one at a time. Agreed if backward has begun.
+        """Prepares the second attempt, with all saved tensors offloaded or recomputed. Agreed if backward has begun.
 
         Args:
             part: "forward" or "backward", which has failed.

@@ -9,6 +9,8 @@ unit. Its saved tensors are kept or offloaded, and their bytes stand for those o
 whose memory is not known, such as one that is larger than all before, checkpoints units, too: its peak, and the bytes
 of its first unit of each kind, show whether the next one has room for all saved tensors. Compiled units are not
 checkpointed: their first calls compile.
+
+A micro-batch that has run out of memory, with or without a plan, checkpoints the units that have room to run again.
 """
 
 from collections import Counter
@@ -41,10 +43,10 @@ SURELY_FITS = 0.5
 """Share of memory that allocated memory and saved tensors of units take, up to which all saved tensors are kept in a
 micro-batch whose other memory is not known. Above, its units are checkpointed, which shows that memory."""
 
-RERUN_ROOM = 2
-"""Bytes for which there must be room beside those that are allocated between steps / bytes that a unit saves, for units
-to be checkpointed once memory has run out. A unit that runs again has all its saved tensors on the device, and the
-gradients of some."""
+RERUN_ROOM = 3
+"""Bytes for which there must be room beside those that are allocated between steps, and gradients of parameters / bytes
+that a unit saves, for the unit to run again in an attempt that may be the last: its backward has gradients of its saved
+tensors, too."""
 
 
 class UnplannedCheckpoints(Uncopied):
@@ -52,17 +54,15 @@ class UnplannedCheckpoints(Uncopied):
 
     Args:
         training: the training, which can be planned as far as is known.
-        ran_out: whether memory has run out under profiles or plans, which is the initial value of `short`.
+        short: initial value of the attribute.
 
     Attributes:
         short: whether saved tensors are known to have no room, so that units are checkpointed from now on.
         closed: whether `close` was called, after which no unit is checkpointed.
     """
 
-    def __init__(self, training: Training, *, ran_out: bool = False) -> None:
-        self.short, self.closed = ran_out, False
-        self._ran_out = ran_out
-        """Whether memory has run out, so that units are checkpointed only if there is room for them to run again."""
+    def __init__(self, training: Training, *, short: bool = False) -> None:
+        self.short, self.closed = short, False
         self._training = training
         self._lacks = False
         """Whether earlier micro-batches have shown that saved tensors of the present one have no room."""
@@ -83,20 +83,22 @@ class UnplannedCheckpoints(Uncopied):
         """Whether units of a kind may be checkpointed, once one of them was called."""
         self._bytes: dict[int, int] = {}
         """Bytes that the last call of a kind in the present micro-batch has saved that was not checkpointed."""
-        self._most_bytes: dict[int, int] = {}
-        """The most bytes that such a call of a kind has saved since the last batch that was larger than all before."""
+        self._argument_bytes: dict[int, int] = {}
+        """Bytes of the arguments of that call."""
         self._left: Counter[int] = Counter()
         """Units of each kind that the present forward has not called yet."""
         self._level = self._saved_before = 0
         """Bytes that were allocated, and that the training had saved, before the present micro-batch."""
+        self._gradient_bytes = 0
+        """Bytes of gradients that the backward of an attempt after another one allocates beside those."""
         self._calls: Counter[nn.Module] = Counter()
         self._caches = EmptyCaches()
         self._trace: TraceMode | None = None
         """Records first calls of kinds; `None`: all kinds are known."""
         self._recorded: int | None = None
         """Index of the unit whose running call is recorded."""
-        self._begun: tuple[nn.Module, int] | None = None
-        """The unit whose call runs and is not checkpointed, and the bytes that were saved before."""
+        self._begun: tuple[nn.Module, int, int] | None = None
+        """The unit whose call runs and is not checkpointed, the bytes of its arguments, and those saved before."""
         self._checkpoint: tuple[nn.Module, CheckpointedCall] | None = None
         """The unit whose call runs and is checkpointed."""
         self._mode: object = None
@@ -118,12 +120,11 @@ class UnplannedCheckpoints(Uncopied):
         if self.modules:
             limit.begin_anew()
 
-    def begin_micro_batch(self, known: KnownMemory, *, larger: bool = False, again: bool = False) -> None:
+    def begin_micro_batch(self, known: KnownMemory, *, again: bool = False) -> None:
         """Checkpoints units in the micro-batch that has begun, if its saved tensors have no room.
 
         Args:
             known: the memory of earlier micro-batches.
-            larger: whether its batch is larger than all before.
             again: whether the micro-batch has run out of memory, so that it needs the least that is possible.
         """
         self.end_forward()
@@ -136,14 +137,12 @@ class UnplannedCheckpoints(Uncopied):
         self._limit = limit = known.limit
         self._level, self._saved_before = limit.meter.allocated(), self._saved()
         self._left = Counter(self._kinds.values())
-        self._bytes.clear()
-        if larger:
-            self._most_bytes.clear()
-        self._ran_out |= again
+        if not again:
+            self._bytes.clear()
         self._lacks, self._only_now, self._keeps = known.short, False, not again
+        self._gradient_bytes = self._count_gradients() if again else 0
         if self._kinds:
             self._lacks_room(limit)
-        self.short |= again
         self._calls.clear()
         self._mode = internals.innermost_dispatch_mode()
 
@@ -201,11 +200,12 @@ class UnplannedCheckpoints(Uncopied):
         if arguments is None or state is None:
             return
         lacks_room = self._lacks_room(limit)
+        argument_bytes = sum(tensor.nbytes for tensor in arguments.tensors)
         if kind not in self._may_run_again:
             assert self._trace is not None
             self._recorded = index
             self._trace.__enter__()
-        elif lacks_room and self._may_run_again[kind] and self._may_checkpoint(kind, limit):
+        elif lacks_room and self._may_run_again[kind] and self._may_checkpoint(kind, argument_bytes, limit):
             self._checkpoint = module, CheckpointedCall(module, arguments, state)
             self._checkpoint[1].begin()
             if not self.short:
@@ -213,15 +213,28 @@ class UnplannedCheckpoints(Uncopied):
         if call.call_index == 0:
             self._left[kind] -= 1
         if self._checkpoint is None:
-            self._begun = module, self._saved()
+            self._begun = module, argument_bytes, self._saved()
 
-    def _may_checkpoint(self, kind: int, limit: ResidentLimit) -> bool:
-        """Returns whether units of a kind are checkpointed where saved tensors lack room."""
-        if not self._ran_out:
+    def _may_checkpoint(self, kind: int, argument_bytes: int, limit: ResidentLimit) -> bool:
+        """Returns whether a call of a unit of a kind is checkpointed where saved tensors lack room.
+
+        If memory has run out, no other attempt may follow: a unit that runs again has all its saved tensors on the
+        device, whose bytes a call of its kind with no smaller arguments has shown in this attempt or the one before.
+        """
+        if self._keeps:
             return self.short or kind in self._bytes
-        if (most := self._most_bytes.get(kind)) is None:
-            return self._keeps  # an attempt that may be the last has one unit of each kind show its bytes
-        return self._level + RERUN_ROOM * most <= limit.meter.limit()
+        if kind not in self._bytes or argument_bytes > self._argument_bytes[kind]:
+            return False
+        needed_bytes = self._level + self._gradient_bytes + RERUN_ROOM * self._bytes[kind]
+        return needed_bytes <= limit.meter.limit()
+
+    def _count_gradients(self) -> int:
+        """Returns the bytes of the gradients that a backward allocates, without those of offloaded parameters."""
+        states = self._training.states
+        offloaded = set() if states is None else states.parameters
+        with internals.without_torch_function():  # classes of the user see no reads
+            others = [one for one in self._training.module.parameters() if one not in offloaded]
+            return sum(one.nbytes for one in others if one.requires_grad and one.grad is None)
 
     def _lacks_room(self, limit: ResidentLimit) -> bool:
         """Returns whether units are checkpointed: since a forward whose saved tensors would have had no room.
@@ -254,13 +267,12 @@ class UnplannedCheckpoints(Uncopied):
         """Called last when a call of a unit has returned, or with `None` when it has raised an error."""
         if self._begun is None or self._begun[0] is not module:
             return
-        begun_at, self._begun = self._begun[1], None
+        (_, argument_bytes, begun_at), self._begun = self._begun, None
         index, trace, kind = self._recorded, self._trace, self._kinds[module]
         self._end_recording()
         if output is None:
             return
-        self._bytes[kind] = saved = self._saved() - begun_at
-        self._most_bytes[kind] = max(saved, self._most_bytes.get(kind, 0))
+        self._bytes[kind], self._argument_bytes[kind] = self._saved() - begun_at, argument_bytes
         if index is not None and trace is not None:
             buffers = self._training.module.buffers()
             self._may_run_again[kind] = trace.may_run_again(UnitCall(index, 0), buffers)

@@ -32,9 +32,9 @@ class AutoPlanner(TrainingEvents):
       weights, or code is compiled that is no block, for example. Saved tensors without room are offloaded.
       If profiles or plans run out of memory instead, units are checkpointed, too.
 
-    A log line names the outcome. A micro-batch that runs out of memory is run again with all saved tensors offloaded
-    (`MicroBatchRetry`), and then less memory is used. That is possible for the first micro-batches under each rule or
-    plan, and for those that are larger than earlier ones.
+    A log line names the outcome. A micro-batch that runs out of memory is run again with all saved tensors offloaded or
+    recomputed (`MicroBatchRetry`), and then less memory is used. That is possible for the first micro-batches under
+    each rule or plan, and for those that are larger than earlier ones.
 
     The callback does nothing if `offload` is not `"auto"`, or if the user's callbacks profile the training. On a CPU
     there is no limit of device memory: all saved tensors are kept from the first step on.

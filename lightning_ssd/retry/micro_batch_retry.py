@@ -3,8 +3,8 @@
 The peak memory of a micro-batch is not known before the first backward, and a later prediction may be wrong: other
 processes allocate memory, fragments grow, inputs outside of the batch's tensors get longer. A failed attempt has no
 effect: its graph and gradients are dropped, the state that `training_step` may have changed is restored (`StepState`),
-and `training_step` runs again with the same random numbers: with all saved tensors offloaded, and if that fails, too,
-with model states offloaded that were on the device. Hooks between forward and backward are not repeated.
+and `training_step` runs again with the same random numbers: with all saved tensors offloaded or recomputed, and if that
+fails, too, with model states offloaded that were on the device. Hooks between forward and backward are not repeated.
 
 The micro-batch is not run again where user code could tell the difference: where hooks of the module run between
 forward and backward or callbacks set its attributes there, where hooks of modules or parameters run in backward, where
@@ -228,7 +228,8 @@ class MicroBatchRetry:
                 states = "" if self._states() is None else ", and model states offloaded"
                 error.add_note(
                     f"lightning_ssd: memory has run out again in the {part}, with all saved tensors offloaded, one at "
-                    f"a time{states}: all other tensors together need more memory than there is. {SMALLER}, "
+                    f"a time, or recomputed{states}: all other tensors together need more memory than there is. "
+                    f"{SMALLER}, "
                     f"or {CHUNKED_LOSS}."
                 )
             raise

@@ -110,7 +110,7 @@ class _RetriedBackward:
 
 
 def _offload_states(run: RunStates, planner: MicroBatchPlanner, part: str, zeroed: bool) -> None:
-    """Offloads model states, because a forward or backward (`part`) with all saved tensors offloaded ran out of memory.
+    """Offloads model states, because a forward or backward (`part`) of a second attempt ran out of memory.
 
     `zeroed`: gradients of the step before were zeroed.
     """
@@ -122,7 +122,7 @@ def _offload_states(run: RunStates, planner: MicroBatchPlanner, part: str, zeroe
     except Exception as error:
         error.add_note(
             f"lightning_ssd: model states were offloaded because memory had run out in the {part} of a "
-            "micro-batch, with all saved tensors offloaded."
+            "micro-batch, with all saved tensors offloaded or recomputed."
         )
         raise
     assert run.model_states is not None
