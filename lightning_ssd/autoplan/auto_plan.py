@@ -537,6 +537,8 @@ class AutoPlan(Uncopied):
             reason = (
                 f"no plan needs less memory than one that has run out of it, or it would be slower than none. {SMALLER}"
             )
+            if self._checkpoints is not None:  # its hooks may precede those of states that were moved since
+                self._checkpoints.close()
         self._gave_up = True
         self._close_plan()
         if self._checkpoints is not None and not self._checkpoints.modules:

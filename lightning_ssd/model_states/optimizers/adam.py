@@ -111,7 +111,7 @@ class StoreTrial:
 
         `arrays` are the addresses to which the step has stored.
         """
-        if len(self._rates[past_caches]) == self.TRIALS:
+        if len(self._rates[past_caches]) >= self.TRIALS:
             return
         if not self._stored.issuperset(arrays):
             self._stored.update(arrays)
