@@ -329,7 +329,7 @@ class AutoPlan(Uncopied):
             self._log(f"keeps all saved tensors on the {self._device}: a step needs at most {peak} of {most}")
 
     def _begin_checkpoints(self, known: KnownMemory, *, again: bool = False) -> None:
-        """Checkpoints units in the present micro-batch if it has no plan, `again` if it has run out of memory.
+        """Checkpoints units in the present micro-batch if it has no plan, or `again` if it has run out of memory.
 
         No unit is hooked while all saved tensors are kept, until those of a larger batch may have no room.
         """
@@ -537,7 +537,7 @@ class AutoPlan(Uncopied):
             reason = (
                 f"no plan needs less memory than one that has run out of it, or it would be slower than none. {SMALLER}"
             )
-            if self._checkpoints is not None:  # its hooks may precede those of states that were moved since
+            if self._checkpoints is not None:  # states may have been moved since its hooks were registered
                 self._checkpoints.close()
         self._gave_up = True
         self._close_plan()

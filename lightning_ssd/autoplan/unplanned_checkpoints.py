@@ -68,8 +68,8 @@ class UnplannedCheckpoints(Uncopied):
         """Whether earlier micro-batches have shown that saved tensors of the present one have no room."""
         self._only_now = False
         """Whether units are checkpointed in the present micro-batch alone, whose saved tensors may have no room."""
-        self._keeps = True
-        """Whether other saved tensors of such a micro-batch are kept while there is memory."""
+        self._again = False
+        """Whether the present micro-batch has run out of memory, so that it needs the least that is possible."""
         self._limit: ResidentLimit | None = None
         """The limit of kept tensors of the present micro-batch; `None`: no unit is checkpointed in it."""
         self._kinds: dict[nn.Module, int] = {}
@@ -90,7 +90,7 @@ class UnplannedCheckpoints(Uncopied):
         self._level = self._saved_before = 0
         """Bytes that were allocated, and that the training had saved, before the present micro-batch."""
         self._gradient_bytes = 0
-        """Bytes of gradients that the backward of an attempt after another one allocates beside those."""
+        """Bytes of gradients that its backward allocates beside those, if it has run out of memory before."""
         self._calls: Counter[nn.Module] = Counter()
         self._caches = EmptyCaches()
         self._trace: TraceMode | None = None
@@ -139,7 +139,7 @@ class UnplannedCheckpoints(Uncopied):
         self._left = Counter(self._kinds.values())
         if not again:
             self._bytes.clear()
-        self._lacks, self._only_now, self._keeps = known.short, False, not again
+        self._lacks, self._only_now, self._again = known.short, False, again
         self._gradient_bytes = self._count_gradients() if again else 0
         if self._kinds:
             self._lacks_room(limit)
@@ -221,7 +221,7 @@ class UnplannedCheckpoints(Uncopied):
         If memory has run out, no other attempt may follow: a unit that runs again has all its saved tensors on the
         device, whose bytes a call of its kind with no smaller arguments has shown in this attempt or the one before.
         """
-        if self._keeps:
+        if not self._again:
             return self.short or kind in self._bytes
         if kind not in self._bytes or argument_bytes > self._argument_bytes[kind]:
             return False
@@ -254,7 +254,7 @@ class UnplannedCheckpoints(Uncopied):
                 self._only_now = possible and not surely_fit
         if not limit.known:
             checkpoints = self._only_now or (self.short and any(self._may_run_again.values()))
-            limit.keeps_unknown = self._keeps and (surely_fit or checkpoints)
+            limit.keeps_unknown = not self._again and (surely_fit or checkpoints)
         return self.short or self._only_now
 
     def _end_checkpoint(self, module: nn.Module, output: object) -> None:

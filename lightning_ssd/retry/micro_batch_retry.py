@@ -229,8 +229,7 @@ class MicroBatchRetry:
                 error.add_note(
                     f"lightning_ssd: memory has run out again in the {part}, with all saved tensors offloaded, one at "
                     f"a time, or recomputed{states}: all other tensors together need more memory than there is. "
-                    f"{SMALLER}, "
-                    f"or {CHUNKED_LOSS}."
+                    f"{SMALLER}, or {CHUNKED_LOSS}."
                 )
             raise
 

@@ -171,6 +171,7 @@ def fit_in_share(
     *,
     accumulate: int = 1,
     fails_at: Sequence[tuple[int, int]] = (),
+    callbacks: Sequence[pl.Callback] = (),
 ) -> LimitedMemory:
     """Trains in a share of the memory of plain training, whose numbers are the same. Returns the memory.
 
@@ -181,13 +182,28 @@ def fit_in_share(
     with LimitedMemory(share * memory.highest_ever, fails_at) as limited:
         use(limited, monkeypatch)
         see.running = 0
-        assert_same(plain, fit(make(), rows, path, see, None, limited.counting, accumulate=accumulate))
+        trained = fit(make(), rows, path, see, None, limited.counting, *callbacks, accumulate=accumulate)
+        assert_same(plain, trained)
     return limited
 
 
 def model(kind: Callable[..., TinyGPT] = TinyGPT) -> TinyGPT:
     torch.manual_seed(1)
     return kind("none")
+
+
+def running_out(kind: type[TinyGPT]) -> type[TinyGPT]:
+    """Returns the class whose first forward runs out of memory at its end."""
+    failures = iter([torch.OutOfMemoryError("test")])
+
+    class RunsOut(kind):  # type: ignore[valid-type, misc]
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            loss: Tensor = super().training_step(batch, batch_idx)
+            for error in failures:
+                raise error
+            return loss
+
+    return RunsOut
 
 
 class Levels(pl.Callback):
@@ -278,14 +294,8 @@ def test_units_are_checkpointed_in_the_second_attempt_of_any_micro_batch(
         def on_train_batch_end(self, *_: Any) -> None:
             reruns.append(see.running)
 
-    make = partial(model, LargeVocabulary)
-    plain = fit(make(), [16] * 12, tmp_path, None, "auto")
-    with LimitedMemory() as memory:
-        fit(make(), [16] * 12, tmp_path, None, "auto", memory.counting)
-    with LimitedMemory(0.75 * memory.highest_ever, [(failing, 60)]) as limited:
-        use(limited, monkeypatch)
-        see.running = 0
-        assert_same(plain, fit(make(), [16] * 12, tmp_path, see, None, limited.counting, Reruns()))
+    make, fails_at = partial(model, LargeVocabulary), [(failing, 60)]
+    limited = fit_in_share(0.75, make, [16] * 12, tmp_path, see, monkeypatch, fails_at=fails_at, callbacks=[Reruns()])
     assert limited.failures == 1
     assert reruns[failing - 1] == 2
 
@@ -293,19 +303,10 @@ def test_units_are_checkpointed_in_the_second_attempt_of_any_micro_batch(
 def test_units_are_checkpointed_in_the_second_attempt_of_a_micro_batch(
     tmp_path: Path, see: See, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failures = iter([torch.OutOfMemoryError("test")])
-
-    class RunsOut(TinyGPT):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            loss = super().training_step(batch, batch_idx)
-            for error in failures:
-                raise error
-            return loss
-
     plain = fit(model(), [2] * 8, tmp_path, None, "auto")
     use(Meter(1e6, 700_000, 100_000), monkeypatch)
     see.running = 0
-    assert_same(plain, fit(model(RunsOut), [2] * 8, tmp_path, see))
+    assert_same(plain, fit(model(running_out(TinyGPT)), [2] * 8, tmp_path, see))
     assert see.reruns[0] == 3
 
 
@@ -324,19 +325,10 @@ def test_units_of_a_second_attempt_run_again_where_there_is_room_for_them_beside
 
     Bytes for few tokens do not count for a call with many.
     """
-    failures = iter([torch.OutOfMemoryError("test")])
-
-    class RunsOut(LongAfterShort):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            loss = super().training_step(batch, batch_idx)
-            for error in failures:
-                raise error
-            return loss
-
     plain = fit(model(LongAfterShort), [4] * 3, tmp_path, None, "auto")
     use(Meter(100_000 + room, 700_000, 100_000), monkeypatch)
     see.running = 0
-    assert_same(plain, fit(model(RunsOut), [4] * 3, tmp_path, see))
+    assert_same(plain, fit(model(running_out(LongAfterShort)), [4] * 3, tmp_path, see))
     assert see.reruns[0] == reruns
 
 

@@ -213,9 +213,14 @@ class KernelCall:
         return self.tensors[1].numel()
 
     @property
+    def target(self) -> int:
+        """Address of the array to which new compute weights are stored."""
+        return int(self.arguments.arrays[4])
+
+    @property
     def may_pass_caches(self) -> bool:
         """Whether new values replace no old ones, and are too many for the caches."""
-        return self.arguments.arrays[0] != self.arguments.arrays[4] and self.numel >= STORE_TRIAL.LEAST
+        return self.arguments.arrays[0] != self.target and self.numel >= STORE_TRIAL.LEAST
 
 
 def make_calls(calls: Sequence[KernelCall]) -> None:
@@ -231,7 +236,7 @@ def make_calls(calls: Sequence[KernelCall]) -> None:
     calls[0].library.adam_calls(ctypes.c_int64(len(calls)), arguments)
     if len(passing) == len(calls):
         rate = sum([call.numel for call in calls]) / (perf_counter() - begun)
-        STORE_TRIAL.note(past_caches, rate, [call.arguments.arrays[4] for call in calls])
+        STORE_TRIAL.note(past_caches, rate, [call.target for call in calls])
 
 
 def settings_of(
